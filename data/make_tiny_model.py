@@ -1,0 +1,323 @@
+"""Make the tiny model: a Qwen2 of about one million parameters, trained from scratch on demonstrations (the cold start).
+
+    python data/make_tiny_model.py                 # writes data/tiny_model/; about 45 minutes on two cores
+
+It learns the protocol, to copy, to follow chains of facts, the famous facts and the self-answer, from demonstrations that
+over-search as policies trained on final answers do: most go on checking for one or two searches after everything is known.
+Every ten demonstrations come from a fresh random world, so that names are copied from passages and never remembered.
+
+Two things make this cheap. Passages are found by the real BM25, so the model sees what it will see later. And the
+self-answers, which branch off the trajectory, are trained in the same pass: a branch sees the trajectory up to its
+branching point and itself, nothing else.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import time
+from multiprocessing import Pool
+from pathlib import Path
+
+# Threads that wait should sleep: a busy wait makes a step five times slower when anything else runs on the machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import make_tinyworld as tw  # noqa: E402
+from retriever import BM25  # noqa: E402
+from rollout import ADVICE, NO_PASSAGES, PROBE, TAGS, show_passages  # noqa: E402
+
+# Of the demonstrations: needless searches after everything is known, cut where the limit of searches is reached.
+NEEDLESS = {0: 0.15, 1: 0.30, 2: 0.55}
+EARLY_STOP = 0.03  # per decision: give up although evidence is missing
+INVALID_TURN = 0.02  # per demonstration: an invalid turn (not trained on), the advice, then the right turn
+MAX_SEARCHES = 4
+CHECK_WORDS = ("history", "story", "details", "record")
+UNKNOWN = "unknown"
+GROUP_SHARES = {"0": 0.15, "1": 0.20, "2": 0.25, "3": 0.25, "hard": 0.15}
+SMALL_WORLD = {"book": 12, "film": 12, "band": 12, "company": 12, "person": 40, "city": 24,
+               "country": 8, "river": 12, "lake": 8, "mountain": 8}  # fmt: skip
+SELF_ANSWER_SHARE, SELF_ANSWER_0_SHARE = 0.7, 0.3  # of the places where a self-answer could be asked
+PASSAGE_WEIGHT, SELF_ANSWER_WEIGHT = 0.05, 2.0  # loss weights; a token of the policy weighs 1
+
+CHAT_TEMPLATE = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+
+
+def make_tokenizer():
+    """One token a word. Tags and the fixed texts of the protocol are one token each; text decodes with normal spacing."""
+    texts = [text for relation in tw.RELATIONS.values() for text in (relation.sentence, *relation.nouns)]
+    texts += [tw.GRAVE_SENTENCE, tw.PAPER_SENTENCE, *tw.GRAVE, *tw.PAPERS, *tw.TOPICS, *tw.FRAMES, *tw.FORWARD_FRAMES]
+    texts += [*tw.FAMOUS_FRAMES, *(detail for details in tw.DETAILS.values() for detail in details)]
+    texts += [f"{paper.capitalize()} of" for paper in tw.PAPERS] + ["Who is Where What who what where then", NO_PASSAGES, UNKNOWN]
+    texts += ["First the of. Next Check again That is enough I know this No grave there", " ".join(CHECK_WORDS)]
+    words = set(tw.FIRST_WORDS + tw.SECOND_WORDS + tw.FAMOUS_FIRST + tw.FAMOUS_SECOND) | set(".,:?")
+    for text in texts:
+        words |= set(re.findall(r"\w+", re.sub(r"\{\w+\}", " ", text)))
+    vocabulary = ["<pad>", "<eos>", "<unk>", *sorted(words)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    fixed = [*TAGS, PROBE, ADVICE, '")', *(f'Doc {i}(Title: "' for i in range(1, 11))]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in fixed])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE, model_max_length=1024, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+class Demonstration:
+    """A trajectory in the making. segments: (text, loss weight, branch), branch 0 being the trajectory itself."""
+
+    def __init__(self, question):
+        self.segments = [(question, 0.0, 0)]
+        self.searches = 0
+        self.branches = 0
+
+    def turn(self, think, action, content, weight=1.0):
+        self.segments.append((f"<think> {think} </think> <{action}> {content} </{action}>", weight, 0))
+
+    def search(self, think, query, retriever):
+        """Write a search turn and its observation. Returns the titles shown."""
+        self.turn(think, "search", query)
+        found = retriever.search([query], 3)[0]
+        self.segments.append((show_passages(found), PASSAGE_WEIGHT, 0))
+        self.searches += 1
+        return {passage["title"] for passage in found}
+
+    def self_answer(self, think, answer, rng, share=SELF_ANSWER_SHARE):
+        if rng.random() > share:
+            return
+        self.branches += 1
+        self.segments.append((PROBE, 0.0, self.branches))
+        text = f"<think> {think} </think> <answer> {answer} </answer>"
+        self.segments.append((text, SELF_ANSWER_WEIGHT, self.branches))
+
+
+def check_query(rng, names, used):
+    """A needless query that repeats no earlier one."""
+    while True:
+        query = f"{rng.choice(names)} {rng.choice(CHECK_WORDS)}"
+        if query not in used:
+            used.add(query)
+            return query
+
+
+def demonstrate(rng, world, retriever, group):
+    """One demonstration, or None where the chain has a dead end or its evidence is not shown by the right queries."""
+    if group == "0":
+        text, subject, relation = rng.choice(world.famous_questions)
+        start, relations, subjects, answer = subject, [], [], world.facts[subject][relation]
+    else:
+        hops = rng.choice([1, 2]) if group == "hard" else int(group)
+        chain = (tw.sample_hard if group == "hard" else tw.sample_chain)(rng, world, hops)
+        if chain is None:
+            return None
+        start, relations, subjects, answer = chain
+        text = tw.ask(rng, start, relations)
+    demo = Demonstration(text)
+    invalid = rng.random() < INVALID_TURN
+    known, think = follow_chain(rng, demo, world, retriever, relations, subjects, answer, invalid)
+    if known is None:
+        return None
+    if not known:
+        demo.turn(f"{think} That is enough.", "answer", UNKNOWN)
+        return demo
+    needless = rng.choices(list(NEEDLESS), NEEDLESS.values())[0]
+    used = set()
+    for _ in range(min(needless, MAX_SEARCHES - demo.searches)):
+        demo.search(f"{think} Check again.".strip(), check_query(rng, [start, *subjects, answer], used), retriever)
+        demo.self_answer("I know this.", answer, rng)
+        think = ""
+    demo.turn(f"{think} That is enough.".strip(), "answer", answer)
+    return demo
+
+
+def follow_chain(rng, demo, world, retriever, relations, subjects, answer, invalid):
+    """The searches that are needed. Returns (everything is known?, what to say next), or (None, "") to discard."""
+    if not relations:
+        demo.self_answer("I know this.", answer, rng, SELF_ANSWER_0_SHARE)
+        return True, "I know this."
+    demo.self_answer("Next.", UNKNOWN, rng, SELF_ANSWER_0_SHARE)
+    think = f"First the {relations[0]} of {subjects[0]}."
+    for i, (relation, subject) in enumerate(zip(relations, subjects)):
+        keywords = [relation]
+        if relation == "grave":
+            keywords = rng.sample(tw.PAPERS, MAX_SEARCHES - demo.searches)
+        for keyword in keywords:
+            query = f"{subject} {keyword}"
+            if invalid and rng.random() < 0.5:
+                invalid = False
+                demo.turn(think, "search", "", weight=0.0)
+                demo.segments.append((ADVICE, 0.0, 0))
+            titles = demo.search(think, query, retriever)
+            if relation == "grave":
+                paper, place = world.graves[subject]
+                found = f"{paper.capitalize()} of {subject}" in titles
+                evidence = tw.GRAVE_SENTENCE.format(paper=paper, x=subject, y=place) if found else "No grave there."
+            else:
+                found, evidence = subject in titles, world.evidence[subject, relation]
+                if not found:
+                    return None, ""
+            done = found and i == len(relations) - 1
+            demo.self_answer(evidence if done else "Next.", answer if done else UNKNOWN, rng)
+            think = evidence
+            if done:
+                return True, think
+            if found:
+                think = f"{evidence} Next the {relations[i + 1]} of {subjects[i + 1]}."
+            if rng.random() < EARLY_STOP:
+                return False, evidence
+            if found:
+                break
+    return False, think
+
+
+def small_world(seed):
+    """A fresh world of about 200 passages, of train names only. Words recur, so that near-namesakes exist."""
+    rng = random.Random(f"tiny model {seed}")
+    first, second = set(rng.sample(tw.FIRST_WORDS, 45)), set(rng.sample(tw.SECOND_WORDS, 45))
+    names = [name for name in TRAIN_NAMES if name.split()[0] in first and name.split()[1] in second]
+    world = tw.make_world(rng, names, SMALL_WORLD, num_hard=4)
+    world.famous_questions = tw.famous_questions("train")
+    return rng, world, BM25(world.passages)
+
+
+def make_demonstrations(seed):
+    """Ten encoded demonstrations from one fresh world: lists of (ids, loss weights, branches, branching points)."""
+    rng, world, retriever = small_world(seed)
+    groups = rng.choices(list(GROUP_SHARES), GROUP_SHARES.values(), k=10)
+    demos = []
+    for group in groups:
+        demo = None
+        while demo is None:
+            demo = demonstrate(rng, world, retriever, group)
+        demos.append(encode(demo))
+    return demos
+
+
+def encode(demo):
+    """Token ids of a demonstration, the branches moved behind the trajectory: (ids, weights, branches, starts)."""
+    main, branched, position = [], [], 0
+    for text, weight, branch in demo.segments:
+        ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+        if branch == 0:
+            main += [(i, weight, 0, 0) for i in ids]
+            position += len(ids)
+        else:
+            branched += [(i, weight, branch, position) for i in ids]
+    return tuple(map(list, zip(*(main + branched))))
+
+
+TRAIN_NAMES = tw.name_pairs("train")
+TOKENIZER = make_tokenizer()
+
+
+def collate(demos):
+    """Pad to one batch: input_ids, weights (B, T), position_ids (B, T), attention mask (B, 1, T, T)."""
+    length = max(len(demo[0]) for demo in demos)
+    ids, weights, branches, starts = (
+        torch.tensor([demo[k] + [fill] * (length - len(demo[k])) for demo in demos])
+        for k, fill in ((0, 0), (1, 0.0), (2, -1), (3, 0))
+    )
+    index = torch.arange(length)
+    first = torch.ones_like(branches, dtype=torch.bool)  # is this the first token of its branch?
+    first[:, 1:] = branches[:, 1:] != branches[:, :-1]
+    offset = torch.where(first, index, 0).cummax(dim=1).values
+    positions = torch.where(branches > 0, starts + index - offset, index)
+    own = branches[:, :, None] == branches[:, None, :]
+    trunk = (branches[:, None, :] == 0) & (index[None, None, :] < starts[:, :, None])
+    mask = (own | trunk) & (index[None, :] <= index[:, None])
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+    return ids, weights, positions, bias[:, None]
+
+
+def attention_fp32(module, query, key, value, mask, scaling=None, **kwargs):
+    """Attention in float32 under bf16 autocast: on a CPU its backward pass is faster that way."""
+    with torch.autocast("cpu", enabled=False):
+        out = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask=mask, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("attention_fp32", attention_fp32)
+
+
+def loss_of(model, batch):
+    """Weighted cross-entropy of the next token."""
+    ids, weights, positions, mask = batch
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, :-1]
+    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum(), losses, weights[:, 1:].flatten()
+
+
+def batches(pool, steps, batch_size, seed):
+    """Batches of demonstrations of like length: ten demonstrations a world, ten batches a chunk."""
+    rng = random.Random(seed)
+    for chunk in range(-(-steps // 10)):
+        first = seed * 10**7 + chunk * batch_size
+        demos = [demo for made in pool.map(make_demonstrations, range(first, first + batch_size)) for demo in made]
+        demos.sort(key=lambda demo: len(demo[0]))
+        chunk = [demos[i : i + batch_size] for i in range(0, len(demos), batch_size)]
+        rng.shuffle(chunk)
+        yield from map(collate, chunk)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Make the tiny model.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny_model", help="folder to write to")
+    parser.add_argument("--steps", type=int, default=3200, help="training steps (default 3200)")
+    parser.add_argument("--batch_size", type=int, default=24, help="demonstrations a step (default 24)")
+    parser.add_argument("--lr", type=float, default=2.5e-3, help="peak learning rate (default 2.5e-3)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default 0)")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_flush_denormal(True)
+    config = Qwen2Config(
+        vocab_size=len(TOKENIZER), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=TOKENIZER.eos_token_id, pad_token_id=TOKENIZER.pad_token_id,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    model.set_attn_implementation("attention_fp32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    warmup, decay_from = 100, int(0.5 * args.steps)
+
+    def rate(step):
+        return min(1.0, (step + 1) / warmup) * min(1.0, (args.steps - step) / (args.steps - decay_from))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(TOKENIZER)} tokens", flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    log, start = [], time.time()
+    with Pool(2) as pool:
+        for step, batch in enumerate(batches(pool, args.steps, args.batch_size, args.seed)):
+            with torch.autocast("cpu", torch.bfloat16):  # nearly twice as fast where the processor has bf16 units
+                loss, losses, weights = loss_of(model, batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if step % 50 == 0 or step == args.steps - 1:
+                policy, answers = losses[weights == 1.0].mean().item(), losses[weights == SELF_ANSWER_WEIGHT].mean().item()
+                log.append({"step": step, "policy": round(policy, 4), "self_answer": round(answers, 4),
+                            "minutes": round((time.time() - start) / 60, 1)})  # fmt: skip
+                print(json.dumps(log[-1]), flush=True)
+            if step % 500 == 499 or step == args.steps - 1:
+                model.save_pretrained(args.out)
+                TOKENIZER.save_pretrained(args.out)
+            if step == args.steps - 1:
+                break
+    (args.out / "training_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,571 @@
+"""Measure a policy like the paper (EM, F1, search depth, SE, over-search ratio), and look at what it does.
+
+    python eval.py --run runs/NAME                                   # its held-out questions, greedy
+    python eval.py --model M [--adapter A] --questions Q.jsonl --corpus C.jsonl --temperature 1 --samples 4
+    python eval.py --compare runs/A runs/B runs/C                    # a table and a figure, from their eval.json
+    python eval.py --curves runs/A runs/B                            # training curves, from their metrics.jsonl
+    python eval.py --show 3 --run runs/NAME --where "hops==2 and em==0"
+
+SD is the mean number of executed searches, SE = EM / SD, OSR the share of questions with a right self-answer after a
+search before the last one (section 5 of the paper). Ours: `osr_t0` also counts the self-answer before the first search,
+and depth against need compares the searches made with those needed. All are fractions, not percent, and every number
+in `train.py`, here and in the figures comes from `report`.
+"""
+
+import ast
+import hashlib
+import json
+import operator
+import os
+import re
+import shutil
+import sys
+import textwrap
+import unicodedata
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+from transformers import HfArgumentParser
+
+import reward
+import rollout
+from retriever import BM25, DataError, SearchClient, SearchError, load_corpus, load_questions
+from rollout import setting
+
+
+@dataclass
+class EvalSettings:
+    run: str | None = setting(None, "run folder: its model, adapter, held-out questions, corpus and rollout settings")
+    model: str | None = setting(None, "model folder or name, instead of a run")
+    adapter: str | None = setting(None, "LoRA adapter folder; none given: the run's, or none with --model")
+    questions: str | None = setting(None, "questions, JSONL")
+    corpus: str | None = setting(None, "corpus, JSONL")
+    retriever_url: str | None = setting(None, "search server to use instead of the corpus")
+    temperature: float = setting(0.0, "0 is greedy")
+    samples: int = setting(1, "trajectories per question, with a temperature above 0")
+    batch_size: int = setting(32, "questions rolled out together")
+    limit: int | None = setting(None, "only the first so many questions")
+    seed: int = setting(0, "of sampling and of the bootstrap")
+    by: list[str] | None = setting(None, "metadata keys to group by; none given: hops")
+    out: str | None = setting(None, "write the report to this JSON file")
+    show: int = setting(0, "print so many scored trajectories: with --run alone the last saved, else those just made")
+    where: str | None = setting(None, "which of them, for example \"hops==2 and em==0\"")
+    compare: list[str] | None = setting(None, "run folders to put side by side: a table, a figure of EM against SD")
+    curves: list[str] | None = setting(None, "run folders whose training curves to draw")
+    decoding: Literal["sampled", "greedy"] = setting("sampled", "which of the two the figure of --compare shows")
+    figure: str | None = setting(None, "figure file, .png or .svg; none given: a PNG beside the runs")
+
+
+def score_trajectory(trajectory, weights=reward.PAPER):
+    """`reward.score` of a Trajectory: its policy-written steps and the self-answers asked after them."""
+    metadata, whole = trajectory.question["metadata"], weights.whole_text_self_answer
+    answers = [reward.extract_self_answer(turn.self_answer, whole) for turn in trajectory.turns[:-1]]
+    return reward.score(trajectory.steps or [""], trajectory.question["golden_answers"], answers, weights,
+                        self_answer_0=reward.extract_self_answer(trajectory.self_answer_0, whole),
+                        passages=[turn.passages for turn in trajectory.turns],
+                        supporting_titles=metadata.get("supporting_titles"))
+
+
+def _measure(trajectory):
+    """The raw numbers of one trajectory, taken from policy-written text only."""
+    golds, steps = trajectory.question["golden_answers"], trajectory.steps
+
+    def right(self_answer):
+        return reward.exact_match(reward.extract_self_answer(self_answer), golds) == 1
+
+    kind, answer = reward.parse_action(steps[-1]) if steps else (None, None)
+    answer = answer if kind == "answer" else None
+    early = any([right(turn.self_answer) for turn in trajectory.turns if turn.query is not None][:-1])
+    return {"question": (trajectory.question["id"], trajectory.question["question"]),
+            "em": reward.exact_match(answer, golds), "f1": reward.f1(answer, golds), "sd": trajectory.search_depth,
+            "osr": early, "osr_t0": early or (trajectory.search_depth > 0 and right(trajectory.self_answer_0)),
+            "valid": sum(reward.valid_steps(steps)), "turns": len(steps),
+            "tokens": trajectory.tokens, "seconds": trajectory.seconds}
+
+
+def report(trajectories, scores=None, settings=None, by=("hops",), seed=0):
+    """All metrics of a list of Trajectory, overall and per group: the R of `eval.json`.
+
+    Means over trajectories (valid_action_ratio: over turns), `se` = EM / SD, None when nothing was searched; `n` counts
+    questions, `trajectories` their samples. `ci`: 95% bootstrap intervals over questions, the samples of one question
+    drawn together. `scores`, a reward.Score each, add `reward`, the mean total. `by` names metadata keys; under "hops"
+    the questions with metadata.hard stand apart as "hard". Raises DataError when there is no trajectory.
+    """
+    if not trajectories:
+        raise DataError("there is no trajectory to report on")
+    rows = [_measure(trajectory) for trajectory in trajectories]
+    for row, score in zip(rows, scores, strict=True) if scores is not None else ():
+        row["reward"] = score.total
+    result = _summary(rows, seed) | {"by": {}}
+    for key in by:
+        names = [group_of(trajectory.question, key) for trajectory in trajectories]
+        if set(names) != {"unknown"}:
+            result["by"][key] = {name: _summary([r for r, its in zip(rows, names, strict=True) if its == name], seed)
+                                 for name in _sorted(names)}
+    return result | {"depth": depth_against_need(trajectories), "settings": settings or {}}
+
+
+def group_of(question, key):
+    """The group of a question under a metadata key, as text; "unknown" where it lacks the key."""
+    value = "hard" if key == "hops" and question["metadata"].get("hard") else question["metadata"].get(key, "unknown")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _sorted(groups):
+    return sorted(set(groups), key=lambda name: (name in ("hard", "unknown"), name.rjust(20)))  # 2 before 10
+
+
+def _summary(rows, seed, draws=1000):
+    numbers = {}
+    index = np.array([numbers.setdefault(row["question"], len(numbers)) for row in rows])  # (trajectories,)
+    sums = np.stack([np.bincount(index, [row[key] for row in rows]) for key in ("em", "sd")])  # (2, questions)
+    size, rng = np.bincount(index), np.random.default_rng(seed)
+    picks = (rng.integers(len(size), size=len(size)) for _ in range(draws))
+    intervals = np.quantile([sums[:, pick].sum(1) / size[pick].sum() for pick in picks], (0.025, 0.975), axis=0)
+    keys = [key for key in ("em", "f1", "sd", "osr", "osr_t0", "tokens", "seconds", "reward") if key in rows[0]]
+    means = {key: float(np.mean([row[key] for row in rows])) for key in keys}
+    return means | {"se": means["em"] / means["sd"] if means["sd"] else None,
+                    "valid_action_ratio": sum(row["valid"] for row in rows) / max(1, sum(row["turns"] for row in rows)),
+                    "n": len(numbers), "trajectories": len(rows),
+                    "ci": dict(zip(("em", "sd"), intervals.T.tolist(), strict=True))}
+
+
+def spearman(x, y):
+    """Rank correlation of two lists of numbers, ties at their mean rank; None where one of them does not vary."""
+    def ranks(values):
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+    return float(np.corrcoef(ranks(x), ranks(y))[0, 1]) if min(len(set(x)), len(set(y))) > 1 else None
+
+
+def depth_against_need(trajectories):
+    """Searches made against searches needed (metadata.hops): what "adaptive" means; the paper does not measure it.
+
+    {"matrix": {needed: {made: count}}, "spearman", "under", "exact", "over" (shares), "needless" (mean searches beyond
+    the need), "n"}, or None where no hops are known. Hard questions need an unknown number: a row "hard" in the matrix.
+    """
+    pairs = [(group_of(t.question, "hops"), t.search_depth) for t in trajectories]
+    known = [(int(need), made) for need, made in pairs if need.isdecimal()]
+    if not known:
+        return None
+    extra = np.array([made - need for need, made in known])
+    made = range(max(depth for _, depth in pairs) + 1)
+    shares = {"under": extra < 0, "exact": extra == 0, "over": extra > 0, "needless": extra.clip(min=0)}
+    return {"matrix": {need: {str(depth): pairs.count((need, depth)) for depth in made}
+                       for need in _sorted(need for need, _ in pairs) if need != "unknown"},
+            "spearman": spearman(*zip(*known, strict=True)), "n": len(known),
+            **{key: float(values.mean()) for key, values in shares.items()}}
+
+
+def evaluate(model, tokenizer, questions, retriever, settings, temperature=0.0, seed=0, batch_size=32, samples=1):
+    """Roll out all questions in order: a list of len(questions) * samples Trajectory, those of a question side by side.
+
+    Self-answers are asked for the metrics alone. Greedy results do not depend on `batch_size`; sampled ones do, as on
+    the seed, because the rows of a batch draw from one random stream.
+    """
+    trajectories = []
+    for start in tqdm(range(0, len(questions), batch_size), "evaluation", leave=False, disable=None):
+        trajectories += rollout.rollout(
+            model, tokenizer, questions[start : start + batch_size], retriever, settings, num_generations=samples,
+            temperature=temperature, ask_before_search=True, seed=seed * 1_000_003 + start)
+    return trajectories
+
+
+METRICS = {"em": ("EM", 3), "f1": ("F1", 3), "sd": ("SD", 2), "se": ("SE", 3), "osr": ("OSR", 3)}  # name, digits
+
+
+def _number(value, digits=3):
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _aligned(rows):
+    """Rows of cells as lines, the first column left, the others right; a row that is a string stands as it is."""
+    columns = zip(*(row for row in rows if not isinstance(row, str)), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    return "\n".join(row if isinstance(row, str) else row[0].ljust(widths[0]) + "".join(
+        f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)) for row in rows)
+
+
+def _label(key, name):
+    return name if name in ("all", "hard", "average") else f"needs {name}" if key == "hops" else f"{key} {name}"
+
+
+def _groups(result):
+    """{(key, group): report} of the whole, as ("", "all"), and of every group."""
+    return {("", "all"): result, **{(key, name): r for key, group in result["by"].items() for name, r in group.items()}}
+
+
+def report_table(result):
+    """A report as text: all questions, every group, then depth against need where it is known."""
+    rows = [["", "EM", "95%", "F1", "SD", "95%", "SE", "OSR", "OSR_t0", "valid", "tokens", "sec", "n"]]
+    for group, r in _groups(result).items():
+        em, sd = (f"{r['ci'][key][0]:.{d}f}-{r['ci'][key][1]:.{d}f}" for key, d in (("em", 3), ("sd", 2)))
+        rows.append([_label(*group), _number(r["em"]), em, _number(r["f1"]), _number(r["sd"], 2), sd, *(
+            _number(r[key]) for key in ("se", "osr", "osr_t0", "valid_action_ratio")), _number(r["tokens"], 0),
+            _number(r["seconds"], 2), str(r["n"])])
+    text, depth = _aligned(rows), result["depth"]
+    if depth:
+        rows = [["searches made", *next(iter(depth["matrix"].values()))]]
+        rows += [["  " + _label("hops", need), *map(str, row.values())] for need, row in depth["matrix"].items()]
+        shares = "".join(f"{key} {depth[key]:.3f}   " for key in ("under", "exact", "over"))
+        text += (f"\n\n{_aligned(rows)}\n{shares}needless searches {depth['needless']:.2f}   "
+                 f"rank correlation {_number(depth['spearman'], 2)}")
+    return text
+
+
+def before_after_table(result):
+    """{"before": {"sampled": R, "greedy": R}, "after": the same} as text of at most 100 columns, before -> after."""
+    rows = [["", *(title for title, _ in METRICS.values()), "n"]]
+    for decoding in ("sampled", "greedy"):
+        sides = [result.get(side, {}).get(decoding) for side in ("before", "after")]
+        before, after = (_groups(side) if side else {} for side in sides)
+        rows += [f"{decoding}, before -> after training"] * bool(before or after)
+        for group, r in (after or before).items():
+            pair = before.get(group, {}), after.get(group, {})
+            cells = [" -> ".join(_number(side.get(key), d) for side in pair) for key, (_, d) in METRICS.items()]
+            rows.append(["  " + _label(*group), *cells, str(r["n"])])
+    return _aligned(rows)
+
+
+def write_text(path, text):
+    """Write to a temporary name and rename, so that no reader ever sees half a file. Raises OSError."""
+    Path(f"{path}.tmp").write_text(text, encoding="utf-8")
+    os.replace(f"{path}.tmp", path)
+
+
+def read_json(path):
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from None
+
+
+def read_lines(path):
+    """The records of a run's JSONL file; lines that a kill cut short are left out. Raises DataError, OSError."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    if not records:
+        raise DataError(f"{path}: there is no complete line in it yet")
+    return records
+
+
+# Okabe and Ito's colours, told apart by colour-blind readers; dashes and markers say the same where it is printed grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "p")
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777",
+         "axes.grid": True, "grid.color": "#e8e8e8", "axes.axisbelow": True, "axes.titlesize": 10, "savefig.dpi": 160,
+         "axes.titleweight": "bold", "axes.titlelocation": "left", "text.parse_math": False, "svg.hashsalt": "eval"}
+CURVES = {"reward": "reward", "reward/format": "format reward", "reward/outcome": "outcome reward",
+          "reward/efficiency": "efficiency reward", "reward/quality": "quality reward", "em": "exact match (EM)",
+          "search_depth": "searches per question", "over_search_ratio": "over-search ratio",
+          "valid_action_ratio": "valid-action ratio", "kl": "KL to the reference (nats)", "entropy": "entropy (nats)",
+          "frac_reward_zero_std": "groups of equal rewards", "tokens": "tokens per trajectory",
+          "seconds/rollout": "rollout (seconds)", "seconds/self_answer": "self-answers (seconds)",
+          "seconds/update": "update (seconds)"}
+
+
+@contextmanager
+def _figure(path, panels, columns, size, title, **shared):
+    """A figure with a grid of `panels`, written to `path` at the end of the block. Raises DataError for its ending."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    temporary, ending = Path(f"{path}.tmp"), Path(path).suffix
+    if ending not in (".png", ".svg"):
+        raise DataError(f"{path}: the name of a figure ends in .png or .svg")
+    rows = -(-panels // columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows + 0.8), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        axes = figure.subplots(rows, columns, squeeze=False, **shared).flatten()
+        for ax in axes[panels:]:
+            ax.remove()
+        yield figure, axes[:panels]
+        figure.savefig(temporary, format=ending[1:], metadata={"Date": None} if ending == ".svg" else None)
+    temporary.replace(path)
+
+
+def plot_curves(run_dirs, out_path):
+    """Training curves of runs (finished, going on or killed) from their metrics.jsonl, a panel per metric.
+
+    Thin: as logged, bold: running mean. Of a step logged twice, after a resume, the last line counts.
+    """
+    runs = {folder: list({r["step"]: r for r in read_lines(folder / "metrics.jsonl")}.values())
+            for folder in map(Path, run_dirs)}
+    shown = [key for key in CURVES if any(r.get(key) is not None for rows in runs.values() for r in rows)]
+    title = f"Training curves of {', '.join(run.name for run in runs)} (thin: every step, bold: running mean)"
+    with _figure(out_path, len(shown), 4, (3.6, 2.3), title) as (_, axes):
+        for ax, key in zip(axes, shown, strict=True):
+            ends = []
+            for i, (run, rows) in enumerate(runs.items()):
+                points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+                x, y = np.array(points, float).reshape(-1, 2).T
+                near = max(1, len(y) // 12)
+                smooth = [y[max(0, j - near) : j + near + 1].mean() for j in range(len(y))]
+                ax.plot(x, y, color=COLOURS[i % 7], alpha=0.3, linewidth=0.7)
+                ax.plot(x, smooth, color=COLOURS[i % 7], linestyle=DASHES[i % 5], linewidth=1.8)
+                ends += [(smooth[-1], run.name, COLOURS[i % 7])] if smooth else []
+            ax.set_title(CURVES[key])
+            ax.set_xlabel("step")
+            (low, high), last = ax.get_ylim(), -1.0
+            for value, name, colour in sorted(ends) if len(runs) > 1 else []:
+                last = max((value - low) / (high - low), last + 0.11)  # moved up where two names would overlap
+                ax.annotate(name[:24], (1.02, last), xycoords="axes fraction", color=colour, va="center", fontsize=7.5)
+
+
+NO_SETTING = {"seed", "name", "resume", "commit", "versions", "eval_batch_size", "sample_every", "save_every"}
+BEFORE = "before training"
+
+
+def _arms(run_dirs):
+    """{setting: [{"sampled": R, "greedy": R} of each seed]}; what was measured before training comes first."""
+    found, before, after = [], {}, {}
+    for folder in dict.fromkeys(map(Path, run_dirs)):
+        result, config = read_json(folder / "eval.json"), read_json(folder / "config.json")
+        if not {"before", "after"} <= result.keys():
+            raise DataError(f"{folder / 'eval.json'}: no \"before\" and \"after\" in it: has this run ended?")
+        found.append((config.get("reward", folder.name), config, result))
+    for label, config, result in found:
+        rivals = [other for reward_name, other, _ in found if reward_name == label]
+        differ = sorted(key for key in {key for rival in rivals for key in rival} - NO_SETTING
+                        if any(rival.get(key) != config.get(key) for rival in rivals) and config.get(key) is not None)
+        after.setdefault(" ".join([label, *(f"{key}={config.get(key)}" for key in differ)]), []).append(result["after"])
+        before.setdefault(config.get("model"), {})[config.get("seed")] = result["before"]
+    names = {model: BEFORE if len(before) == 1 else f"{BEFORE} {model}" for model in before}
+    return {names[model]: list(seeds.values()) for model, seeds in before.items()} | after
+
+
+def _over_seeds(results, decoding, key, name, metric):
+    """(mean, standard deviation or None) of a metric over seeds; the group "average" is the mean over the groups."""
+    values = []
+    for result in (result[decoding] for result in results if decoding in result):
+        groups = result["by"].get(key, {}).values() if name == "average" else [_groups(result).get((key, name), {})]
+        known = [group[metric] for group in groups if group.get(metric) is not None]
+        values += [float(np.mean(known))] if known else []
+    return float(np.mean(values)) if values else None, float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def compare(run_dirs, figure=None, decoding="sampled"):
+    """Runs side by side, from their eval.json and config.json: the text of a table laid out as the paper's Table 1.
+
+    Runs that differ in the seed alone are one setting: mean and standard deviation over seeds. `figure`: a file for EM
+    against SD per group, under `decoding`. Raises DataError or OSError where a file is missing or broken.
+    """
+    arms = _arms(run_dirs)
+    rows = [["", *(title for title, _ in METRICS.values()), "runs"]]
+    first = next(r for results in arms.values() for result in results for r in result.values())
+    key = next(iter(first["by"]), "")
+    groups = [("", "all"), *((key, name) for name in [*first["by"].get(key, {}), *["average"] * bool(key)])]
+    for how in ("sampled", "greedy"):
+        for group in groups:
+            rows.append(f"{how}: {_label(*group)}")
+            for label, results in arms.items():
+                cells = [_over_seeds(results, how, *group, metric) + (d,) for metric, (_, d) in METRICS.items()]
+                cells = [_number(mean, d) + (f" ±{std:.{d}f}" if std is not None else "") for mean, std, d in cells]
+                rows.append(["  " + label, *cells, str(len(results))])
+    if figure:
+        _plot_compare(arms, groups[1:-1] or groups, decoding, figure)
+    return _aligned(rows)
+
+
+def _plot_compare(arms, groups, decoding, path):
+    title = (f"Exact match against searches made, {decoding} (mean and standard deviation over seeds): "
+             "up and to the left is better")
+    with _figure(path, len(groups), len(groups), (2.4, 3.1), title, sharex=True, sharey=True) as (figure, axes):
+        deepest = 0
+        for ax, (key, name) in zip(axes, groups, strict=True):
+            for i, (label, results) in enumerate(arms.items()):
+                (x, dx), (y, dy) = (_over_seeds(results, decoding, key, name, metric) for metric in ("sd", "em"))
+                if x is not None:
+                    # None is hidden: later ones are smaller and on top, what was before training is a ring around them.
+                    colour, marker = (COLOURS[(i - 1) % 7], MARKERS[(i - 1) % 7]) if i else ("#555555", "o")
+                    ax.errorbar(x, y, dy, dx, color=colour, elinewidth=1, zorder=3)
+                    ax.plot(x, y, marker, color=colour, label=label, markersize=max(12 - 1.5 * i, 5) if i else 15,
+                            fillstyle="full" if i else "none", markeredgecolor="white" if i else colour,
+                            zorder=4 + i / 9, clip_on=False)
+                    deepest = max(deepest, x)
+            ax.set_title(_label(key, name))
+            if key == "hops" and name.isdecimal():
+                ax.set_title(f"{name} search{'es' * (name != '1')} needed")
+                ax.axvspan(int(name), 99, color="#f3efe6", zorder=0)
+                ax.annotate("more than needed", (int(name) + 0.06, 0.02), color="#7d6e48", fontsize=7.5, rotation=90)
+            ax.set_xlabel("searches per question (SD)")
+        axes[0].set(ylabel="exact match (EM)", ylim=(0, 1.05), xlim=(-0.2, deepest + 0.4))
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=5, frameon=False)
+
+
+def verdict(trajectory, score):
+    """"over": a search after t_c; "under": no answer of it was ever right; otherwise "exact"."""
+    searched = [t for t, turn in enumerate(trajectory.turns, start=1) if turn.query is not None]
+    if score.t_c < 0:
+        return "exact" if score.em else "under"
+    return "over" if searched and searched[-1] > score.t_c else "exact"
+
+
+def render_trajectory(trajectory, score, colour=None):
+    """A scored Trajectory for the terminal: every turn with its passages, self-answer and rewards, then the verdict.
+
+    `colour` None: where stdout is a terminal and NO_COLOR is not set. Texts are shortened to the terminal's width.
+    """
+    if colour is None:
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    question, golds, lines = trajectory.question, trajectory.question["golden_answers"], []
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, 40), 120) - 14
+
+    def put(name, text, style="0", most=1):
+        # Untrusted text: nothing that a terminal obeys (controls, escapes, direction marks) reaches it.
+        text = "".join(c if unicodedata.category(c) not in ("Cc", "Cf", "Cs") else f"<U+{ord(c):04X}>"
+                       for c in " ".join(text.split()))
+        for i, line in enumerate(textwrap.wrap(text, width, max_lines=most, placeholder=" ...") or [""]):
+            lines.append(f"{'' if i else name:>12}  " + (f"\x1b[{style}m{line}\x1b[0m" if colour else line))
+
+    def put_answer(name, raw, answer):
+        if raw is not None:
+            em, f1 = reward.exact_match(answer, golds), reward.f1(answer, golds)
+            put(name, f"{raw if answer is None else answer}  (EM {em:.0f}, F1 {f1:.2f})", "32" if em else "33", 2)
+
+    put("question", question["question"], "1", 3)
+    put("gold", " | ".join(golds), "1")
+    put_answer("self-answer", trajectory.self_answer_0, reward.extract_self_answer(trajectory.self_answer_0))
+    valid = reward.valid_steps(trajectory.steps)
+    for t, (turn, ok, part) in enumerate(zip(trajectory.turns, valid, score.parts, strict=True), start=1):
+        kind, content = reward.parse_action(turn.text)
+        lines.append("")
+        put(f"{t} {'think' if ok else 'invalid'}", re.split("</?think>", turn.text)[1] if ok else turn.text,
+            "2" if ok else "31", 3)
+        put_answer("answer", content if kind == "answer" else None, content)
+        if turn.query is not None:
+            put("search", turn.query, "36")
+        for passage in turn.passages:
+            put("", f"{passage['title']}: {passage['text']}", "90")
+        put_answer("self-answer", turn.self_answer, reward.extract_self_answer(turn.self_answer))
+        parts = "  ".join(f"{name} {value:+.3f}" for name, value in part.items() if value)
+        put("reward", f"{parts}  = {score.steps[t - 1]:+.3f}", "35")
+    lines.append("")
+    put("verdict", f"{verdict(trajectory, score)} search: t_c {score.t_c}, searches made {trajectory.search_depth}, "
+        f"needed: {group_of(question, 'hops')}", "1")
+    put("total", f"reward {score.total:+.3f}, EM {score.em:.0f}, F1 {score.f1:.2f}, ended by: {trajectory.stop}", "1")
+    return "\n".join(lines)
+
+
+OPERATORS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+             ast.Gt: operator.gt, ast.GtE: operator.ge}
+
+
+def holds(condition, names):
+    """Whether a condition such as "hops==2 and em==0" holds for {name: value}; nothing in it is executed.
+
+    Comparisons of names and literals, and, or, not; what cannot be compared is no match. Raises DataError.
+
+    >>> holds("hops == 2 and not em", {"hops": 2, "em": 0.0}), holds("0 < t_c < 3", {"t_c": None})
+    (True, False)
+    """
+    def value(node):
+        if isinstance(node, ast.BoolOp):
+            return (all if isinstance(node.op, ast.And) else any)(value(part) for part in node.values)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not value(node.operand)
+        if isinstance(node, ast.Compare):
+            items = [value(part) for part in (node.left, *node.comparators)]
+            with suppress(TypeError):
+                return all(OPERATORS[type(op)](*items[i : i + 2]) for i, op in enumerate(node.ops))
+            return False
+        return names[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+    try:
+        return bool(value(ast.parse(condition.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
+        raise DataError(f"--where {condition!r}: not a comparison of {', '.join(sorted(names))}") from None
+
+
+def show(pairs, count, where=None):
+    """The last `count` of [(Trajectory, Score)] for which `where` holds, as text. Raises DataError if there is none."""
+    keys, chosen = {"hops", "hard"}.union(*(trajectory.question["metadata"] for trajectory, _ in pairs)), []
+    for t, score in pairs:
+        names = {**dict.fromkeys(keys), **t.question["metadata"], "id": t.question["id"], "em": score.em,
+                 "f1": score.f1, "t_c": score.t_c, "reward": score.total, "search_depth": t.search_depth,
+                 "tokens": t.tokens, "stop": t.stop, "verdict": verdict(t, score)}
+        chosen += [(t, score)] if where is None or holds(where, names) else []
+    if not chosen:
+        raise DataError(f"no trajectory with {where}")
+    return ("\n\n" + "-" * 60 + "\n\n").join(render_trajectory(*pair) for pair in chosen[-count:])
+
+
+def provenance(model, adapter, files, **settings):
+    """What a report depends on, for its `settings`: also the SHA-256 of files ({name: path}), the prompt, versions."""
+    hashes = {f"{name}_sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest() for name, path in files.items()}
+    versions = {name: version(name) for name in ("torch", "transformers", "numpy", "rank-bm25")}
+    return {"model": model, "adapter": adapter, **files, **hashes, **settings, "prompt": rollout.SYSTEM_PROMPT,
+            "normaliser": "reward.normalize_answer", "versions": {"python": sys.version.split()[0], **versions}}
+
+
+def _evaluate(args, config, settings):
+    """The command line's evaluation: load, roll out, print, write."""
+    url = args.retriever_url or config.get("retriever_url")
+    given = {name: getattr(args, name) or config.get(f"eval_{name}") or config.get(name)
+             for name in ("model", "questions", "corpus") if name != "corpus" or not url}
+    missing = [name for name, value in given.items() if not value]
+    if missing:
+        raise DataError(f"nothing to evaluate: give --run, or --{' --'.join(missing)}")
+    if args.where and not args.show:
+        raise DataError("--where chooses what --show N prints: give both")
+    if min(args.samples, args.batch_size, args.limit or 1) < 1 or (args.samples > 1 and args.temperature <= 0):
+        raise DataError("--samples, --batch_size and --limit start at 1; several samples need a --temperature above 0")
+    adapter = args.adapter
+    if args.run and not (args.model or adapter):  # a run killed while it wrote a checkpoint has the one before
+        adapter = next((path for path in (f"{args.run}/adapter", f"{args.run}/adapter.old") if Path(path).exists()), "")
+    if adapter is not None and not Path(adapter or "?").is_dir():
+        raise DataError(f"{adapter or args.run}: there is no adapter")
+    questions = load_questions(given["questions"])[: args.limit]
+    retriever = SearchClient(url) if url else BM25(load_corpus(given["corpus"]))
+    policy = rollout.load_policy(given["model"], adapter)
+    trajectories = evaluate(*policy, questions, retriever, settings, args.temperature, args.seed, args.batch_size,
+                            args.samples)
+    made_with = {key: getattr(args, key) for key in ("temperature", "samples", "seed", "limit")} | asdict(settings)
+    depends_on = provenance(given.pop("model"), adapter, given, retriever=url or "BM25", **made_with)
+    result = report(trajectories, None, depends_on, args.by or ["hops"], args.seed)
+    print(report_table(result))
+    if args.show:
+        print("\n" + show([(t, score_trajectory(t)) for t in trajectories], args.show, args.where))
+    if args.out:
+        write_text(args.out, json.dumps({"sampled" if args.temperature > 0 else "greedy": result}, indent=1))
+
+
+def main(argv=None):
+    """The command line; returns the exit code (2, after one line, where input cannot be used)."""
+    parser = HfArgumentParser((EvalSettings, rollout.RolloutSettings), description=__doc__.splitlines()[0])
+    args, settings = parser.parse_args_into_dataclasses(argv)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter is no reason to stop
+    runs = args.compare or args.curves
+    figure = args.figure or (runs and str(Path(runs[0]).parent / ("compare.png" if args.compare else "curves.png")))
+    try:
+        if args.compare:
+            print(compare(runs, figure, args.decoding), figure, sep="\n")
+        elif args.curves:
+            print(plot_curves(runs, figure) or figure)
+        elif args.show and args.run and not (args.model or args.questions or args.out):
+            rows = read_lines(Path(args.run) / "trajectories.jsonl")
+            scores = [reward.Score(*(row["score"][key] for key in ("parts", "t_c", "em", "f1"))) for row in rows]
+            print(show(list(zip(map(rollout.Trajectory.from_dict, rows), scores, strict=True)), args.show, args.where))
+        else:
+            config = read_json(Path(args.run) / "config.json") if args.run else {}
+            parser.set_defaults(**{f.name: config[f.name] for f in fields(settings) if f.name in config})
+            args, settings = parser.parse_args_into_dataclasses(argv)
+            _evaluate(args, config, settings)
+    except (DataError, SearchError, OSError) as error:
+        print(f"eval.py: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

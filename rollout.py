@@ -1,0 +1,368 @@
+"""Multi-turn rollouts: a batch of questions goes in, a `Trajectory` comes out for each.
+
+The policy thinks and then searches or answers; a search is answered with passages; after each search the policy is also
+asked for an intermediate answer (self-answer), on a branch that is thrown away. Two rules hold everywhere:
+
+* Ids are only ever appended. What the policy sampled is kept as sampled, observations are encoded on their own, and
+  nothing is rendered, decoded or encoded again on the way to the loss. `completion_mask` is written at that moment:
+  1 for a sampled token, 0 for an observation.
+* No token goes through the model twice. One key-value cache lives across the turns (`CachedBatch`).
+"""
+
+import re
+import time
+import unicodedata
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+import reward
+from retriever import DataError
+
+TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")
+PROBE = "\n\nMy best answer from what I know so far:\n"
+ADVICE = "\n\nThat was no valid action. Think, then search or answer, each inside its own tags.\n\n"
+NO_PASSAGES = "No passages found."
+SYSTEM_PROMPT = """Answer the question you are given. Work in turns. Every turn starts with your reasoning inside \
+<think> and </think>, followed by exactly one action. To look something up, write a query: <search> query </search>. The \
+best passages then appear between <information> and </information>, and the next turn begins. When you know enough, \
+finish with a short answer, no sentence: <answer> answer </answer>. Search as often as the question needs, and no more. \
+For instance, a turn that looks up a ship could read: <think> I need to know who built the ship. </think> \
+<search> builder of the ship </search>"""
+
+
+def setting(default, text):
+    """A dataclass field with its help text, for `HfArgumentParser`."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class RolloutSettings:
+    """What a rollout depends on besides model, question and corpus. Lengths are in tokens unless named otherwise."""
+
+    max_searches: int = setting(4, "searches that run at most in a trajectory; one more turn follows to answer")
+    topk: int = setting(3, "passages that a search brings")
+    max_turn_tokens: int = setting(48, "longest turn of the policy")
+    max_self_answer_tokens: int = setting(40, "longest self-answer")
+    max_context: int = setting(768, "longest prompt plus trajectory; beyond it the trajectory ends as truncated")
+    max_passage_chars: int = setting(600, "a longer passage is cut, in characters")
+    max_query_chars: int = setting(200, "a longer query is cut, in characters")
+
+
+@dataclass
+class Turn:
+    """One turn: what the policy wrote and what the environment did with it."""
+
+    text: str
+    action: str | None  # "search", "answer", or None where there was no valid action
+    query: str | None = None  # the query that ran; None where nothing was searched
+    passages: list = field(default_factory=list)  # {"title", "text"} as shown
+    self_answer: str | None = None  # raw text of the self-answer after this turn; None where not asked
+
+
+@dataclass
+class Trajectory:
+    """One question's turns, and the token ids they are made of."""
+
+    question: dict  # {"id", "question", "golden_answers", "metadata"}
+    turns: list[Turn] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    completion_ids: list[int] = field(default_factory=list)  # sampled tokens and observations, in order
+    completion_mask: list[int] = field(default_factory=list)  # 1: sampled by the policy
+    self_answer_0: str | None = None  # asked before the first search; None where not asked
+    stop: str = "turns"  # why it ended: "answer", "turns" (none left) or "context" (none left)
+    seconds: float = 0.0  # its share of the batch's wall time
+    saved_tokens: int = 0  # `tokens` of a trajectory read back from a file, where ids are not kept
+
+    @property
+    def steps(self):
+        return [turn.text for turn in self.turns]
+
+    @property
+    def search_depth(self):
+        """SD of this trajectory: searches that ran."""
+        return sum(turn.query is not None for turn in self.turns)
+
+    @property
+    def tokens(self):
+        """Tokens that the policy sampled in its turns."""
+        return self.saved_tokens or sum(self.completion_mask)
+
+    def append(self, ids, sampled):
+        self.completion_ids += ids
+        self.completion_mask += [int(sampled)] * len(ids)
+
+    def to_dict(self):
+        """JSON-ready, without token ids."""
+        keys = ("id", "question", "golden_answers", "metadata")
+        return {
+            **{key: self.question[key] for key in keys},
+            "stop": self.stop,
+            "search_depth": self.search_depth,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 4),
+            "self_answer_0": self.self_answer_0,
+            "turns": [asdict(turn) for turn in self.turns],
+        }
+
+    @classmethod
+    def from_dict(cls, row):
+        """The inverse of `to_dict`; token ids stay empty. Raises KeyError where a field is missing."""
+        question = {key: row[key] for key in ("id", "question", "golden_answers", "metadata")}
+        return cls(question, [Turn(**turn) for turn in row["turns"]], stop=row["stop"], seconds=row["seconds"],
+                   self_answer_0=row["self_answer_0"], saved_tokens=row["tokens"])  # fmt: skip
+
+
+def load_tokenizer(model_path):
+    """The tokenizer of a model folder or hub name.
+
+    `AutoTokenizer` chooses the class by the model's type; a file that declares the generic class, as the tiny model's
+    does, would be given Qwen2's splitting rules by it.
+    """
+    declared = get_tokenizer_config(model_path).get("tokenizer_class")
+    generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(model_path)
+
+
+def load_policy(model_path, adapter=None, dtype=torch.float32, device="cpu"):
+    """A model for evaluation, with its LoRA adapter if given, and its tokenizer. Returns (model, tokenizer)."""
+    tokenizer = load_tokenizer(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device)
+    if adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return model.eval(), tokenizer
+
+
+def encode(tokenizer, text):
+    """Ids of a text that nobody may use to smuggle in special tokens."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def encode_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT):
+    """The prompt's ids: the model's own chat template, rendered once, or plain text for a model without one."""
+    if tokenizer.chat_template is None:
+        return encode(tokenizer, f"{system_prompt}\n\nQuestion: {question}\n")
+    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def clean(text):
+    """Retrieved text made harmless: our tags lose their brackets, control characters become blanks.
+
+    >>> clean("a</information>\\x1b[0m<search>b</search>")
+    'a(/information) [0m(search)b(/search)'
+    """
+    text = re.sub(r"<\s*(/?\s*(?:think|search|answer|information))\s*>", r"(\1)", text, flags=re.IGNORECASE)
+    return "".join(" " if unicodedata.category(char) in ("Cc", "Cf") else char for char in text)
+
+
+def show_passages(passages):
+    """The observation's text: one passage a line inside the information tags."""
+    lines = [f'Doc {i}(Title: "{p["title"]}") {p["text"]}' for i, p in enumerate(passages, start=1)]
+    return "\n\n<information>" + ("\n".join(lines) or NO_PASSAGES) + "</information>\n\n"
+
+
+class CachedBatch:
+    """Rows of token ids that grow together in one key-value cache.
+
+    Rows differ in length: new ids are padded on the left, the padding is masked, and positions count real tokens only.
+    The last token that a row sampled has not yet gone through the model; it waits in `pending` for what follows it.
+    """
+
+    def __init__(self, model, num_rows):
+        self.model, self.device = model, model.device
+        self.cache = DynamicCache(config=model.config)
+        self.mask = torch.zeros(num_rows, 0, dtype=torch.long, device=self.device)  # (B, columns), 1: a real token
+        self.lengths = torch.zeros(num_rows, dtype=torch.long, device=self.device)  # (B,) real tokens
+        self.pending = [[] for _ in range(num_rows)]
+
+    @classmethod
+    def start(cls, model, prompts, repeats):
+        """Forward each prompt once, then repeat it. Returns the batch and the logits (B * repeats, V)."""
+        batch = cls(model, len(prompts))
+        logits = batch.append(prompts)
+        batch.cache.batch_repeat_interleave(repeats)
+        batch.mask, batch.lengths, logits = (x.repeat_interleave(repeats, 0) for x in (batch.mask, batch.lengths, logits))
+        batch.pending = [[] for _ in range(len(logits))]
+        return batch, logits
+
+    def append(self, rows):
+        """Forward each row's pending and new ids. Returns the logits (B, V) after each row's last one."""
+        rows = [waiting + new for waiting, new in zip(self.pending, rows)]
+        self.pending = [[] for _ in rows]
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self.device)  # (B, width)
+        new = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
+        positions = (self.lengths[:, None] + new.cumsum(1) - 1).clamp(min=0)
+        self.mask = torch.cat([self.mask, new], 1)
+        self.lengths = self.lengths + new.sum(1)
+        output = self.model(input_ids=ids, attention_mask=self.mask, position_ids=positions, cache=self.cache,
+                            use_cache=True, logits_to_keep=1)  # fmt: skip
+        return output.logits[:, -1].float()
+
+    def write(self, logits, tokenizer, limit, stops, temperature, generator):
+        """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit. Returns lists of ids.
+
+        Tags are looked for in the decoded text, and only after a token that may have closed one.
+        """
+        written = [[] for _ in range(len(logits))]
+        is_open = [True] * len(written)
+        for position in range(limit):
+            sampled = sample(logits, temperature, generator).tolist()
+            for row in (row for row, flag in enumerate(is_open) if flag):
+                written[row].append(sampled[row])
+                is_end = sampled[row] == tokenizer.eos_token_id
+                if is_end or (may_close(tokenizer, sampled[row]) and stops.search(tokenizer.decode(written[row]))):
+                    is_open[row] = False
+            if position == limit - 1 or not any(is_open):
+                break
+            logits = self.append([[sampled[row]] if flag else [] for row, flag in enumerate(is_open)])
+        self.pending = [ids[-1:] for ids in written]
+        return written
+
+    def branch(self, rows, *write_arguments):
+        """Append ids, write, and forget both: what self-answers need. Returns lists of ids."""
+        before = self.mask, self.lengths
+        written = self.write(self.append(rows), *write_arguments)
+        self.cache.crop(before[0].shape[1] - self.mask.shape[1])
+        self.mask, self.lengths = before
+        self.pending = [[] for _ in rows]
+        return written
+
+    def keep(self, rows):
+        """Drop all rows but these (indices)."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self.cache.batch_select_indices(index)
+        self.mask, self.lengths = self.mask[index], self.lengths[index]
+        self.pending = [self.pending[row] for row in rows]
+
+
+def sample(logits, temperature, generator):
+    """Token ids (B,) drawn from logits (B, V); the most likely ones at temperature 0."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+
+TURN_ENDS = re.compile("</(search|answer)>")
+SELF_ANSWER_ENDS = re.compile("</answer>")
+_closing_ids = {}
+
+
+def may_close(tokenizer, token):
+    """True if the token's text holds a `>`; only such a token can complete a tag, alone or fused with other text."""
+    known = _closing_ids.setdefault(id(tokenizer), {})
+    if token not in known:
+        known[token] = ">" in tokenizer.decode([token])
+    return known[token]
+
+
+def decode(tokenizer, ids):
+    """Text of sampled ids, an EOS at the end left out."""
+    return tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids)
+
+
+@torch.inference_mode()
+def rollout(model, tokenizer, questions, retriever, settings, num_generations=1, temperature=1.0, self_answers=True,
+            ask_before_search=False, system_prompt=SYSTEM_PROMPT, seed=0, seconds=None):  # fmt: skip
+    """Play `num_generations` trajectories per question, all at once. Returns them in question order, groups together.
+
+    model: a causal LM in eval mode. questions: dicts as `retriever.load_questions` gives them. settings:
+    `RolloutSettings`. seconds: a dict to which the time of the phases `rollout`, `self_answer` and `search` is added.
+    Self-answers have a random stream of their own and never change a trajectory. Raises DataError if a prompt leaves no
+    room for a turn.
+    """
+    clock = Clock(seconds)
+    generator, branch_generator = (torch.Generator(model.device).manual_seed(2 * seed + k) for k in (0, 1))
+    prompts = [encode_prompt(tokenizer, question["question"], system_prompt) for question in questions]
+    for question, prompt in zip(questions, prompts):
+        if len(prompt) + settings.max_turn_tokens > settings.max_context:
+            raise DataError(f"question {question['id']}: its prompt of {len(prompt)} tokens leaves no room for a turn "
+                             f"of {settings.max_turn_tokens} within --max_context {settings.max_context}")  # fmt: skip
+    trajectories = [Trajectory(q, prompt_ids=p) for q, p in zip(questions, prompts) for _ in range(num_generations)]
+
+    def ask(live):
+        """The policy's answer at this point, for all live rows: raw texts."""
+        with clock("self_answer"):
+            probe = [encode(tokenizer, PROBE)] * len(live)
+            ids = batch.branch(probe, tokenizer, settings.max_self_answer_tokens, SELF_ANSWER_ENDS, temperature,
+                               branch_generator)  # fmt: skip
+            return [decode(tokenizer, answer) for answer in ids]
+
+    with clock("rollout"):
+        batch, logits = CachedBatch.start(model, prompts, num_generations)
+    live = list(trajectories)
+    if self_answers and ask_before_search:
+        for trajectory, answer in zip(live, ask(live)):
+            trajectory.self_answer_0 = answer
+    for turns_left in reversed(range(settings.max_searches + 1)):
+        with clock("rollout"):
+            written = batch.write(logits, tokenizer, settings.max_turn_tokens, TURN_ENDS, temperature, generator)
+        for trajectory, ids in zip(live, written):
+            trajectory.append(ids, sampled=True)
+            text = decode(tokenizer, ids)
+            trajectory.turns.append(Turn(text, reward.parse_action(text)[0]))
+        with clock("search"):
+            observations = observe(live, retriever, tokenizer, settings, turns_left)
+        rows = [row for row, observation in enumerate(observations) if observation]
+        if not rows:
+            break
+        with clock("rollout"):
+            batch.keep(rows)
+            logits = batch.append([observations[row] for row in rows])
+        live = [live[row] for row in rows]
+        for row, trajectory in zip(rows, live):
+            trajectory.append(observations[row], sampled=False)
+        searched = [trajectory.turns[-1].query is not None for trajectory in live]
+        if self_answers and any(searched):
+            for trajectory, did_search, answer in zip(live, searched, ask(live)):
+                trajectory.turns[-1].self_answer = answer if did_search else None
+    for trajectory in trajectories:
+        trajectory.seconds = clock.total / len(trajectories)
+    return trajectories
+
+
+def observe(live, retriever, tokenizer, settings, turns_left):
+    """The environment's move: run the searches of the last turns, and encode what each trajectory is shown.
+
+    Returns a list of ids per trajectory, empty where it has ended (`stop` says why).
+    """
+    actions = [reward.parse_action(trajectory.turns[-1].text) for trajectory in live]
+    searches = [row for row, (kind, _) in enumerate(actions) if kind == "search" and turns_left]
+    queries = [clean(actions[row][1])[: settings.max_query_chars] for row in searches]
+    for row, query, found in zip(searches, queries, retriever.search(queries, settings.topk) if queries else []):
+        turn, limit = live[row].turns[-1], settings.max_passage_chars
+        turn.query = query
+        turn.passages = [{key: clean(passage[key])[:limit] for key in ("title", "text")} for passage in found]
+    observations = []
+    for trajectory, (kind, _) in zip(live, actions):
+        turn = trajectory.turns[-1]
+        text = ADVICE if turn.query is None else show_passages(turn.passages)
+        ids = [] if kind == "answer" or not turns_left else encode(tokenizer, text)
+        length = len(trajectory.prompt_ids) + len(trajectory.completion_ids) + len(ids)
+        trajectory.stop = "answer" if kind == "answer" else "turns"
+        if ids and length + settings.max_turn_tokens > settings.max_context:
+            ids, trajectory.stop = [], "context"
+        observations.append(ids)
+    return observations
+
+
+class Clock:
+    """Adds up the seconds of named phases: `with clock("search"): ...`."""
+
+    def __init__(self, seconds=None):
+        self.seconds, self.total = seconds if seconds is not None else {}, 0.0
+
+    @contextmanager
+    def __call__(self, phase):
+        start = time.perf_counter()
+        yield
+        spent = time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
+        self.total += spent

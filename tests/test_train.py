@@ -1,0 +1,293 @@
+"""GRPO: advantages, loss and gradients by hand, then real training runs of two steps."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import WORLD
+
+import train as tr
+from retriever import DataError
+from rollout import RolloutSettings, Trajectory, rollout
+from train import TrainSettings, group_advantages, grpo_loss, load_model, make_micro_batches, per_token_logps, update
+
+QUESTION = {"id": "q7", "question": "?", "golden_answers": ["x"], "metadata": {}}
+
+
+@pytest.fixture(scope="module")
+def lora():
+    """(model, tokenizer): the tiny model with a fresh adapter. Tests that move it load their own."""
+    torch.manual_seed(0)
+    return load_model(TrainSettings())
+
+
+@pytest.fixture(scope="module")
+def played(lora, world):
+    """Twelve trajectories of three questions."""
+    retriever, questions = world
+    lora[0].eval()
+    return rollout(*lora, questions[:3], retriever, RolloutSettings(), num_generations=4, self_answers=False)
+
+
+def test_equal_rewards_have_no_advantage():
+    assert group_advantages(torch.tensor([0.9] * 6, dtype=torch.float64), 6).tolist() == [0.0] * 6
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64), 2)
+    assert advantages[0] == -advantages[1] > 0 and advantages[2:].tolist() == [0.0, 0.0]
+
+
+def test_a_reward_that_is_not_finite_names_its_trajectory():
+    trajectories = [Trajectory(QUESTION), Trajectory(QUESTION | {"id": "q8"})]
+    with pytest.raises(DataError, match="nan for question q8"):
+        tr.check_finite(torch.tensor([1.0, math.nan]), trajectories)
+
+
+def test_a_group_of_one_is_refused():
+    with pytest.raises(DataError, match="--num_generations 1"):
+        tr.check_settings(TrainSettings(num_generations=1))
+
+
+def slow_loss(model, trajectories, advantages, old, ref, epsilon, beta, temperature):
+    """The loss, one trajectory and one token at a time, straight from the formula."""
+    total = 0.0
+    for trajectory, advantage, old_logps, ref_logps in zip(trajectories, advantages, old, ref):
+        ids = trajectory.prompt_ids + trajectory.completion_ids
+        logits = model(torch.tensor([ids])).logits[0] / temperature
+        for t, sampled in enumerate(trajectory.completion_mask):
+            if sampled:
+                position = len(trajectory.prompt_ids) + t
+                logp = logits[position - 1].log_softmax(-1)[ids[position]]
+                ratio = torch.exp(logp - old_logps[t])
+                clipped = min(max(ratio.item(), 1 - epsilon), 1 + epsilon)
+                kl = torch.exp(ref_logps[t] - logp) - (ref_logps[t] - logp) - 1
+                total += -min((ratio * advantage).item(), clipped * advantage) + beta * kl.item()
+    return total
+
+
+def test_loss_equals_the_slow_loop(lora, played):
+    model = lora[0]
+    advantages = torch.linspace(-2, 2, len(played))
+    batch = make_micro_batches(played, advantages, len(played), "cpu")[0]
+    order = sorted(range(len(played)), key=lambda i: len(played[i].completion_ids))
+    with torch.no_grad():
+        logps, _ = per_token_logps(model, batch, 0.7)
+        noise = torch.Generator().manual_seed(0)
+        batch["old_per_token_logps"] = logps + 0.5 * torch.randn(logps.shape, generator=noise)
+        batch["ref_per_token_logps"] = logps + 0.5 * torch.randn(logps.shape, generator=noise)
+        loss, stats = grpo_loss(logps, batch, 0.2, 0.1)
+        slow = slow_loss(model, [played[i] for i in order], advantages[order].tolist(), batch["old_per_token_logps"],
+                         batch["ref_per_token_logps"], 0.2, 0.1, 0.7)  # fmt: skip
+    assert loss.item() == pytest.approx(slow, rel=1e-4)
+    assert 0 < stats["clip_ratio"] < batch["completion_mask"].sum()
+
+
+def test_ratio_is_one_and_kl_zero_before_the_first_update(lora, played):
+    model = lora[0]
+    batch = make_micro_batches(played, torch.ones(len(played)), 16, "cpu")[0]
+    logps, _ = per_token_logps(model, batch, 0.6)
+    batch["old_per_token_logps"] = logps.detach()
+    with torch.no_grad(), model.disable_adapter():
+        batch["ref_per_token_logps"] = per_token_logps(model, batch, 0.6)[0]
+    loss, stats = grpo_loss(logps, batch, 0.2, 0.5)
+    assert stats["kl"] == 0 and stats["clip_ratio"] == 0
+    assert loss.item() == -batch["completion_mask"].sum().item()
+
+
+def test_sampling_and_training_agree_on_log_probabilities(lora, world):
+    """What the cache gave while sampling is what the padded training batch gives: same positions, same context."""
+    model, tokenizer = lora
+    greedy = rollout(model, tokenizer, world[1][:6], world[0], RolloutSettings(), temperature=0, self_answers=False)
+    batch = make_micro_batches(greedy, torch.ones(6), 6, "cpu")[0]
+    mask = batch["completion_mask"].bool()
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
+                       position_ids=(batch["attention_mask"].cumsum(1) - 1).clamp(min=0)).logits  # fmt: skip
+    best = logits[:, -mask.shape[1] - 1 : -1].argmax(-1)
+    assert (best == batch["input_ids"][:, -mask.shape[1] :])[mask].all()
+
+
+def test_a_row_alone_and_in_a_padded_batch(lora, played):
+    model = lora[0]
+    with torch.no_grad():
+        together = make_micro_batches(played, torch.ones(12), 12, "cpu")[0]
+        logps, entropy = per_token_logps(model, together, 1.0)
+        order = sorted(range(len(played)), key=lambda i: len(played[i].completion_ids))
+        for row, i in enumerate(order):
+            alone = make_micro_batches([played[i]], torch.ones(1), 1, "cpu")[0]
+            own_logps, own_entropy = per_token_logps(model, alone, 1.0)
+            width = own_logps.shape[1]
+            torch.testing.assert_close(logps[row, :width], own_logps[0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(entropy[row, :width], own_entropy[0], atol=1e-4, rtol=0)
+            assert (logps[row, width:] == 0).all()
+
+
+def test_masked_tokens_have_no_gradient_and_cannot_poison_it():
+    logps = torch.full((1, 4), -1.0, requires_grad=True)
+    batch = {"completion_mask": torch.tensor([[1, 0, 1, 0]]), "advantages": torch.tensor([1.0]),
+             "old_per_token_logps": torch.tensor([[-1.0, -201.0, -1.0, -1e30]]),
+             "ref_per_token_logps": torch.tensor([[-1.0, 199.0, -1.0, 1e30]])}  # fmt: skip
+    loss, _ = grpo_loss(logps, batch, 0.2, 0.1)
+    loss.backward()
+    assert loss.isfinite() and logps.grad.tolist() == [[-1.0, 0.0, -1.0, 0.0]]
+
+
+def test_passages_have_zero_gradient_through_the_model(lora, played):
+    """Changing how likely an observation's tokens are must not change the loss: their logits are never even computed."""
+    model = lora[0]
+    batch = make_micro_batches(played[:1], torch.ones(1), 1, "cpu")[0]
+    widths = []
+    head = model.get_base_model().get_output_embeddings()
+    hook = head.register_forward_hook(lambda _, inputs, output: widths.append(output.shape[0]))
+    logps, _ = per_token_logps(model, batch, 1.0)
+    hook.remove()
+    assert widths == [played[0].tokens]
+    (gradient,) = torch.autograd.grad(logps.sum(), logps)
+    assert ((logps != 0) == batch["completion_mask"].bool()).all() and gradient.shape == logps.shape
+
+
+def test_eos_is_trained_where_it_is_also_the_padding():
+    trajectory = Trajectory(QUESTION, prompt_ids=[3], completion_ids=[5, 6, 0], completion_mask=[1, 1, 1])
+    longer = Trajectory(QUESTION, prompt_ids=[3, 4], completion_ids=[5] * 6, completion_mask=[1, 0, 1, 1, 1, 1])
+    batch = make_micro_batches([longer, trajectory], torch.tensor([1.0, 2.0]), 2, "cpu")[0]
+    assert batch["completion_mask"].tolist() == [[1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 1, 1]]
+    assert batch["input_ids"].tolist() == [[0, 3, 5, 6, 0, 0, 0, 0], [3, 4, 5, 5, 5, 5, 5, 5]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 0, 0, 0], [1] * 8]
+    assert batch["advantages"].tolist() == [2.0, 1.0]
+
+
+def test_a_batch_without_a_trainable_token_has_loss_zero(lora):
+    model = lora[0]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    nothing = [Trajectory(QUESTION, prompt_ids=[3, 4], completion_ids=[5, 6], completion_mask=[0, 0])]
+    losses = update(model, optimizer, nothing, torch.zeros(1), 0.0, TrainSettings())
+    assert losses["loss"] == 0.0 and all(math.isfinite(value) for value in losses.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_adapter_layer_moves(played, checkpointing):
+    model, _ = load_model(TrainSettings(gradient_checkpointing=checkpointing))
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    update(model, optimizer, played, torch.linspace(-1, 1, len(played)), 1e-3, TrainSettings(beta=0.01, num_iterations=2))
+    norms = {name: p.norm().item() for name, p in model.named_parameters() if "lora_B" in name}
+    assert len(norms) == 28 and min(norms.values()) > 0
+
+
+def test_rollouts_leave_the_weights_as_they_were(lora):
+    model = lora[0]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train()
+    with tr.inference_weights(model):
+        assert not model.training
+    assert model.training and all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+
+
+def run(monkeypatch, folder, *arguments):
+    """`python train.py` with small settings, in a folder of its own. Returns the run folder."""
+    monkeypatch.chdir(folder)
+    common = ["--num_questions", "3", "--num_generations", "3", "--eval_limit", "10", "--sample_every", "1"]
+    tr.main([*common, *arguments])
+    return next((folder / "runs").iterdir())
+
+
+def log_of(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "seconds" not in k and k != "wall_time"} for row in rows]
+
+
+def test_two_steps_and_two_more_are_four(monkeypatch, tmp_path, capsys):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole.mkdir(), halves.mkdir()
+    once = run(monkeypatch, whole, "--steps", "4", "--save_every", "2", "--name", "a")
+    train, stop_after = tr.train, 2
+
+    def stopped(*arguments):
+        settings = arguments[5]
+        monkeypatch.setattr(tr, "metrics_row", lambda step, *rest: step_or_stop(step, *rest))
+        return train(*arguments[:5], settings, *arguments[6:])
+
+    row_of = tr.metrics_row
+
+    def step_or_stop(step, *rest):
+        if step == stop_after:
+            raise KeyboardInterrupt
+        return row_of(step, *rest)
+
+    monkeypatch.setattr(tr, "train", stopped)
+    with pytest.raises(SystemExit, match="--resume"):
+        run(monkeypatch, halves, "--steps", "4", "--save_every", "2", "--name", "a")
+    monkeypatch.setattr(tr, "metrics_row", row_of)
+    monkeypatch.setattr(tr, "train", train)
+    again = halves / "runs" / "a"
+    assert len(log_of(again)) == 2
+    tr.main(["--resume", str(again)])
+    assert log_of(again) == log_of(once) and len(log_of(once)) == 4
+    weights = [(folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (once, again)]
+    assert weights[0] == weights[1]
+    assert {"config.json", "metrics.jsonl", "trajectories.jsonl", "adapter", "eval.json", "curves.png"} == {
+        path.name for path in once.iterdir()}  # fmt: skip
+    result = json.loads((once / "eval.json").read_text())
+    assert {(moment, kind) for moment in result for kind in result[moment]} == {
+        (moment, kind) for moment in ("before", "after") for kind in ("sampled", "greedy")}  # fmt: skip
+    assert "greedy" in capsys.readouterr().out
+    assert len(list(again.parent.parent.iterdir())) == 1, "nothing is written outside the run folder"
+
+
+def test_one_step_in_4bit(monkeypatch, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="4-bit needs bitsandbytes")
+    folder = run(monkeypatch, tmp_path, "--steps", "1", "--load_in_4bit", "true", "--eval_questions", "", "--name", "q")
+    (row,) = log_of(folder)
+    assert row["grad_norm"] > 0 and math.isfinite(row["loss"])
+    model, _ = load_model(TrainSettings(load_in_4bit=True), folder / "adapter")
+    assert any("4bit" in type(module).__name__.lower() for module in model.modules())
+    assert all(p.norm() > 0 for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_4bit_without_bitsandbytes_is_one_line(monkeypatch):
+    monkeypatch.setattr(tr.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="bitsandbytes, which is not installed"):
+        load_model(TrainSettings(load_in_4bit=True))
+    assert load_model(TrainSettings())[0] is not None
+
+
+def test_a_loaded_adapter_stays_trainable(lora, tmp_path):
+    model = lora[0]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    tr.save_checkpoint(model, optimizer, 3, tmp_path)
+    again, _ = load_model(TrainSettings(), tr.find_checkpoint(tmp_path))
+
+    def count(m):
+        return sum(p.numel() for p in m.parameters() if p.requires_grad)
+
+    assert count(again) == count(model) > 0
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--reward", "magic"], "--reward magic: choose one of autosearch"),
+    (["--steps", "0"], "--steps 0"),
+    (["--questions", "nowhere.jsonl"], "nowhere.jsonl"),
+    (["--questions", str(WORLD / "train_corpus.jsonl")], "train_corpus.jsonl"),
+    (["--corpus", str(WORLD / "train.jsonl")], "train.jsonl"),
+    (["--search_cost", "0.3"], "--search_cost is for"),
+    (["--resume", "nowhere"], "nowhere"),
+])  # fmt: skip
+def test_bad_settings_stop_before_anything_is_written(monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tr, "load_model", lambda *_: pytest.fail("the model was loaded first"))
+    with pytest.raises((DataError, FileNotFoundError), match=message):
+        tr.main(arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_questions_are_drawn_without_repeats_within_an_epoch():
+    questions, settings = list(range(10)), SimpleNamespace(num_questions=4, seed=1)
+    drawn = [q for step in range(5) for q in tr.draw_questions(questions, settings, step)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == questions and drawn[:10] != drawn[10:]
