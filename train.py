@@ -267,7 +267,7 @@ def metrics_row(step, settings, trajectories, scores, rewards, losses, seconds):
     measured = report(trajectories, by=())
     groups = rewards.view(-1, settings.num_generations)
     parts = {f"reward/{name}": sum(part[name] for score in scores for part in score.parts) / len(scores)
-             for name in reward.PARTS}  # fmt: skip
+             for name in scores[0].parts[0]}  # fmt: skip
     row = {
         "step": step, "seed": settings.seed, "wall_time": time.time(), "reward": rewards.mean().item(),
         "reward_std": groups.std(1).mean().item(), **parts, "em": measured["em"], "f1": measured["f1"],
@@ -311,6 +311,9 @@ def load_model(settings, adapter=None):
                                                  device_map="auto" if cuda else "cpu")  # fmt: skip
     if in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False  # its packed weights know no backward pass
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if adapter:

@@ -253,12 +253,16 @@ def evidence_titles(world, relations, subjects):
 
 
 def needs_all_searches(world, retriever, relations, subjects):
-    """True if each oracle query brings its own passage and no later one of the chain: no search can be saved."""
+    """True if the query for each fact brings its own passage and no later one of the chain: no search can be saved.
+
+    Queries with and without the fact's keyword are tried.
+    """
     titles = evidence_titles(world, relations, subjects)
-    for i, found in enumerate(retriever.search(oracle_queries(world, relations, subjects), 3)):
-        shown = {passage["title"] for passage in found}
-        if titles[i] not in shown or shown & set(titles[i + 1 :]):
-            return False
+    for queries in (oracle_queries(world, relations, subjects), titles):
+        for i, found in enumerate(retriever.search(queries, 3)):
+            shown = {passage["title"] for passage in found}
+            if titles[i] not in shown or shown & set(titles[i + 1 :]):
+                return False
     return True
 
 
@@ -312,11 +316,11 @@ def write_jsonl(path, rows):
     path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description="Make the tiny world.")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another world (default 0, as shipped)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tinyworld", help="folder to write to")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "dev"):
         rng = random.Random(f"{args.seed} {split}")
