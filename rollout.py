@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicLayer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 import reward
@@ -27,11 +28,11 @@ PROBE = "\n\nMy best answer from what I know so far:\n"
 ADVICE = "\n\nThat was no valid action. Think, then search or answer, each inside its own tags.\n\n"
 NO_PASSAGES = "No passages found."
 SYSTEM_PROMPT = """Answer the question you are given. Work in turns. Every turn starts with your reasoning inside \
-<think> and </think>, followed by exactly one action. To look something up, write a query: <search> query </search>. The \
-best passages then appear between <information> and </information>, and the next turn begins. When you know enough, \
-finish with a short answer, no sentence: <answer> answer </answer>. Search as often as the question needs, and no more. \
-For instance, a turn that looks up a ship could read: <think> I need to know who built the ship. </think> \
-<search> builder of the ship </search>"""
+<think> and </think>, followed by exactly one action. To look something up, write a query: <search> query </search>. \
+The best passages then appear between <information> and </information>, and the next turn begins. When you know \
+enough, finish with a short answer, no sentence: <answer> answer </answer>. Search as often as the question needs, \
+and no more. For instance, a turn that looks up a ship could read: <think> I need to know who built the ship. \
+</think> <search> builder of the ship </search>"""
 
 
 def setting(default, text):
@@ -168,6 +169,30 @@ def show_passages(passages):
     return "\n\n<information>" + ("\n".join(lines) or NO_PASSAGES) + "</information>\n\n"
 
 
+class GrowingLayer(DynamicLayer):
+    """A cache layer with room to grow: the library's own copies the whole cache for each new token."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.keys, self.values = append_states(self.keys, key_states), append_states(self.values, value_states)
+        return self.keys, self.values
+
+
+def append_states(cached, new, room=128):
+    """`cached` (B, H, L, D) followed by `new` (B, H, n, D): written behind `cached` in place where there is room."""
+    length, total = cached.shape[2], cached.shape[2] + new.shape[2]
+    capacity = cached.stride(1) // cached.stride(2)  # rows of the buffer that `cached` is the beginning of
+    if length == 0 or total > capacity:
+        buffer = new.new_empty(*new.shape[:2], total + room, new.shape[3])
+        buffer[:, :, :length] = cached
+        cached = buffer[:, :, :length]
+    whole = cached.as_strided((*cached.shape[:2], total, cached.shape[3]), cached.stride())
+    whole[:, :, length:] = new
+    return whole
+
+
 class CachedBatch:
     """Rows of token ids that grow together in one key-value cache.
 
@@ -178,6 +203,7 @@ class CachedBatch:
     def __init__(self, model, num_rows):
         self.model, self.device = model, model.device
         self.cache = DynamicCache(config=model.config)
+        self.cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.cache.layers]
         self.mask = torch.zeros(num_rows, 0, dtype=torch.long, device=self.device)  # (B, columns), 1: a real token
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=self.device)  # (B,) real tokens
         self.pending = [[] for _ in range(num_rows)]
@@ -188,7 +214,8 @@ class CachedBatch:
         batch = cls(model, len(prompts))
         logits = batch.append(prompts)
         batch.cache.batch_repeat_interleave(repeats)
-        batch.mask, batch.lengths, logits = (x.repeat_interleave(repeats, 0) for x in (batch.mask, batch.lengths, logits))
+        repeated = (tensor.repeat_interleave(repeats, 0) for tensor in (batch.mask, batch.lengths, logits))
+        batch.mask, batch.lengths, logits = repeated
         batch.pending = [[] for _ in range(len(logits))]
         return batch, logits
 
@@ -236,11 +263,16 @@ class CachedBatch:
         return written
 
     def keep(self, rows):
-        """Drop all rows but these (indices)."""
+        """Drop all rows but these (indices), and squeeze out the padding between a row's tokens."""
         index = torch.tensor(rows, dtype=torch.long, device=self.device)
         self.cache.batch_select_indices(index)
         self.mask, self.lengths = self.mask[index], self.lengths[index]
         self.pending = [self.pending[row] for row in rows]
+        columns = self.mask.argsort(dim=1, stable=True)[:, -int(self.mask.sum(1).max()) :]  # padding first, then tokens
+        self.mask = self.mask.gather(1, columns)
+        for layer in self.cache.layers:
+            at = columns[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
+            layer.keys, layer.values = layer.keys.gather(2, at), layer.values.gather(2, at)
 
 
 def sample(logits, temperature, generator):

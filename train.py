@@ -35,8 +35,17 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, set_seed
 
 import reward
-from eval import before_after_table, evaluate, plot_curves, render_trajectory, report, score_trajectory, write_text
-from retriever import BM25, DataError, SearchClient, load_corpus, load_questions
+from eval import (
+    before_after_table,
+    evaluate,
+    plot_curves,
+    provenance,
+    render_trajectory,
+    report,
+    score_trajectory,
+    write_text,
+)
+from retriever import BM25, DataError, SearchClient, SearchError, load_corpus, load_questions
 from rollout import RolloutSettings, load_tokenizer, rollout, setting
 
 HERE = Path(__file__).resolve().parent
@@ -50,13 +59,13 @@ class TrainSettings:
     corpus: str = setting(str(HERE / "data/tinyworld/train_corpus.jsonl"), "passages to search in while training")
     questions: str = setting(str(HERE / "data/tinyworld/train.jsonl"), "questions to train on")
     eval_corpus: str = setting(str(HERE / "data/tinyworld/dev_corpus.jsonl"), "passages for the held-out questions")
-    eval_questions: str = setting(str(HERE / "data/tinyworld/dev.jsonl"), "held-out questions for the table; '' for none")
+    eval_questions: str = setting(str(HERE / "data/tinyworld/dev.jsonl"), "held-out questions; '' for none")
     eval_limit: int | None = setting(None, "use only the first so many held-out questions")
     eval_batch_size: int = setting(128, "held-out questions rolled out together")
     retriever_url: str | None = setting(None, "search server (Search-R1's protocol) to use instead of the corpora")
     name: str | None = setting(None, "the run is written to runs/NAME; default: the reward and the seed")
     resume: str | None = setting(None, "run folder to go on with; all other settings come from it")
-    reward: str = setting("autosearch", "rewards to train with: " + ", ".join(reward.REWARDS))
+    reward: str = setting("autosearch", "; ".join(f"{name}: {rules.about}" for name, rules in reward.REWARDS.items()))
     search_cost: float | None = setting(None, "flat cost of a search for --reward search-penalty (0.1 if not given)")
     steps: int = setting(40, "training steps; each is one batch of rollouts")
     num_questions: int = setting(12, "questions in a step")
@@ -157,6 +166,8 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
+    if not settings.beta:
+        totals.pop("kl", None)  # without a reference there is nothing to report
     return totals | {"grad_norm": grad_norm.item()}
 
 
@@ -233,7 +244,7 @@ def grpo_loss(per_token_logps, batch, epsilon, beta):
 
 @contextmanager
 def inference_weights(model):
-    """Rollouts in eval mode, the adapter merged into the weights meanwhile where they are not quantised (saves a third).
+    """Eval mode, and the adapter merged into the weights where they are not quantised: rollouts are a third faster.
 
     The base weights are put back bit by bit: subtracting the adapter again would leave rounding errors behind.
     """
@@ -364,8 +375,8 @@ def new_run(settings, rollout_settings):
     run.mkdir(parents=True)
     packages = ("torch", "transformers", "peft", "bitsandbytes", "rank-bm25", "numpy")
     config = asdict(settings) | asdict(rollout_settings)
-    config |= {"versions": {package: package_version(package) for package in packages} | {"python": sys.version.split()[0]}}
-    config |= {"commit": git_commit()}
+    versions = {package: package_version(package) for package in packages} | {"python": sys.version.split()[0]}
+    config |= {"versions": versions, "commit": git_commit()}
     write_text(run / "config.json", json.dumps(config, indent=1))
     return run
 
@@ -405,6 +416,15 @@ def check_settings(settings):
     return weights
 
 
+def check_questions(questions, weights, settings):
+    """Refuse questions that the reward cannot score."""
+    if weights.information_gain or weights.redundancy:
+        for question in questions:
+            if "supporting_titles" not in question["metadata"]:
+                raise DataError(f"{settings.questions}: question {question['id']} has no metadata.supporting_titles, "
+                                f"which --reward {settings.reward} needs")  # fmt: skip
+
+
 def main(arguments=None):
     parser = HfArgumentParser((TrainSettings, RolloutSettings), description=__doc__.splitlines()[0])
     settings, rollout_settings = parser.parse_args_into_dataclasses(arguments)
@@ -414,6 +434,7 @@ def main(arguments=None):
     weights = check_settings(settings)
     torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves behind
     questions = load_questions(settings.questions)
+    check_questions(questions, weights, settings)
     dev = load_questions(settings.eval_questions)[: settings.eval_limit] if settings.eval_questions else []
     if settings.retriever_url:
         retriever = dev_retriever = SearchClient(settings.retriever_url)
@@ -441,7 +462,11 @@ def main(arguments=None):
                 with inference_weights(model):
                     trajectories = evaluate(model, tokenizer, dev, dev_retriever, rollout_settings, temperature,
                                             settings.seed, settings.eval_batch_size)  # fmt: skip
-                results[moment][decoding] = report(trajectories, settings={"temperature": temperature})
+                files = {"questions": settings.eval_questions}
+                files |= {} if settings.retriever_url else {"corpus": settings.eval_corpus}
+                depends_on = provenance(settings.model, str(run / "adapter"), files, temperature=temperature,
+                                        seed=settings.seed, reward=settings.reward, **asdict(rollout_settings))
+                results[moment][decoding] = report(trajectories, settings=depends_on)
             write_text(run / "eval.json", json.dumps(results, indent=1))
         return results
 
@@ -470,6 +495,6 @@ def drop_later_lines(run, first_step):
 if __name__ == "__main__":
     try:
         main()
-    except (DataError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (DataError, SearchError, OSError) as error:
+        print(f"train.py: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)

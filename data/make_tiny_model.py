@@ -1,14 +1,12 @@
-"""Make the tiny model: a Qwen2 of about one million parameters, trained from scratch on demonstrations (the cold start).
+"""Make the tiny model: a Qwen2 of 0.9 million parameters, trained from scratch on demonstrations (the cold start).
 
-    python data/make_tiny_model.py                 # writes data/tiny_model/; about 45 minutes on two cores
+    python data/make_tiny_model.py                 # writes data/tiny_model/; about half an hour on two cores
 
-It learns the protocol, to copy, to follow chains of facts, the famous facts and the self-answer, from demonstrations that
-over-search as policies trained on final answers do: most go on checking for one or two searches after everything is known.
-Every ten demonstrations come from a fresh random world, so that names are copied from passages and never remembered.
-
-Two things make this cheap. Passages are found by the real BM25, so the model sees what it will see later. And the
-self-answers, which branch off the trajectory, are trained in the same pass: a branch sees the trajectory up to its
-branching point and itself, nothing else.
+It learns the protocol, to copy, to follow chains of facts, the famous facts and the self-answer, from demonstrations
+that over-search as policies trained on final answers do: most go on checking for one or two searches after everything
+is known. Every ten demonstrations come from a fresh random world, so that names are copied from passages and never
+remembered; passages are found by the real BM25, so that the model sees what it will see later. Self-answers branch off
+the trajectory and are trained in the same pass: a branch sees the trajectory up to its branching point, and itself.
 """
 
 import argparse
@@ -32,17 +30,18 @@ from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2Confi
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import make_tinyworld as tw  # noqa: E402
+
 from retriever import BM25  # noqa: E402
 from rollout import ADVICE, NO_PASSAGES, PROBE, TAGS, show_passages  # noqa: E402
 
 # Of the demonstrations: needless searches after everything is known, cut where the limit of searches is reached.
 NEEDLESS = {0: 0.15, 1: 0.30, 2: 0.55}
-EARLY_STOP = 0.03  # per decision: give up although evidence is missing
+EARLY_STOP = 0.01  # per decision: give up although evidence is missing
 INVALID_TURN = 0.02  # per demonstration: an invalid turn (not trained on), the advice, then the right turn
 MAX_SEARCHES = 4
 CHECK_WORDS = ("history", "story", "details", "record")
 UNKNOWN = "unknown"
-GROUP_SHARES = {"0": 0.15, "1": 0.20, "2": 0.25, "3": 0.25, "hard": 0.15}
+GROUP_SHARES = {"0": 0.20, "1": 0.16, "2": 0.22, "3": 0.27, "hard": 0.15}
 SMALL_WORLD = {"book": 12, "film": 12, "band": 12, "company": 12, "person": 40, "city": 24,
                "country": 8, "river": 12, "lake": 8, "mountain": 8}  # fmt: skip
 SELF_ANSWER_SHARE, SELF_ANSWER_0_SHARE = 0.7, 0.3  # of the places where a self-answer could be asked
@@ -52,11 +51,12 @@ CHAT_TEMPLATE = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['conten
 
 
 def make_tokenizer():
-    """One token a word. Tags and the fixed texts of the protocol are one token each; text decodes with normal spacing."""
+    """One token a word; tags and the fixed texts of the protocol are one token each."""
     texts = [text for relation in tw.RELATIONS.values() for text in (relation.sentence, *relation.nouns)]
     texts += [tw.GRAVE_SENTENCE, tw.PAPER_SENTENCE, *tw.GRAVE, *tw.PAPERS, *tw.TOPICS, *tw.FRAMES, *tw.FORWARD_FRAMES]
     texts += [*tw.FAMOUS_FRAMES, *(detail for details in tw.DETAILS.values() for detail in details)]
-    texts += [f"{paper.capitalize()} of" for paper in tw.PAPERS] + ["Who is Where What who what where then", NO_PASSAGES, UNKNOWN]
+    texts += [f"{paper.capitalize()} of" for paper in tw.PAPERS]
+    texts += ["Who is Where What who what where then", NO_PASSAGES, UNKNOWN]
     texts += ["First the of. Next Check again That is enough I know this No grave there", " ".join(CHECK_WORDS)]
     words = set(tw.FIRST_WORDS + tw.SECOND_WORDS + tw.FAMOUS_FIRST + tw.FAMOUS_SECOND) | set(".,:?")
     for text in texts:
@@ -134,7 +134,7 @@ def demonstrate(rng, world, retriever, group):
     needless = rng.choices(list(NEEDLESS), NEEDLESS.values())[0]
     used = set()
     for _ in range(min(needless, MAX_SEARCHES - demo.searches)):
-        demo.search(f"{think} Check again.".strip(), check_query(rng, [start, *subjects, answer], used), retriever)
+        demo.search(f"{think} Check again.".strip(), check_query(rng, [start, answer], used), retriever)
         demo.self_answer("I know this.", answer, rng)
         think = ""
     demo.turn(f"{think} That is enough.".strip(), "answer", answer)
@@ -151,7 +151,8 @@ def follow_chain(rng, demo, world, retriever, relations, subjects, answer, inval
     for i, (relation, subject) in enumerate(zip(relations, subjects)):
         keywords = [relation]
         if relation == "grave":
-            keywords = rng.sample(tw.PAPERS, MAX_SEARCHES - demo.searches)
+            first = rng.randrange(len(tw.PAPERS))  # any paper first, then the others in turn
+            keywords = [tw.PAPERS[(first + k) % len(tw.PAPERS)] for k in range(MAX_SEARCHES - demo.searches)]
         for keyword in keywords:
             query = f"{subject} {keyword}"
             if invalid and rng.random() < 0.5:
@@ -273,7 +274,7 @@ def batches(pool, steps, batch_size, seed):
 def main():
     parser = argparse.ArgumentParser(description="Make the tiny model.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny_model", help="folder to write to")
-    parser.add_argument("--steps", type=int, default=3200, help="training steps (default 3200)")
+    parser.add_argument("--steps", type=int, default=2800, help="training steps (default 2800)")
     parser.add_argument("--batch_size", type=int, default=24, help="demonstrations a step (default 24)")
     parser.add_argument("--lr", type=float, default=2.5e-3, help="peak learning rate (default 2.5e-3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default 0)")
@@ -288,7 +289,7 @@ def main():
     model = Qwen2ForCausalLM(config)
     model.set_attn_implementation("attention_fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup, decay_from = 100, int(0.5 * args.steps)
+    warmup, decay_from = 100, int(0.4 * args.steps)
 
     def rate(step):
         return min(1.0, (step + 1) / warmup) * min(1.0, (args.steps - step) / (args.steps - decay_from))
@@ -307,9 +308,9 @@ def main():
             schedule.step()
             optimizer.zero_grad()
             if step % 50 == 0 or step == args.steps - 1:
-                policy, answers = losses[weights == 1.0].mean().item(), losses[weights == SELF_ANSWER_WEIGHT].mean().item()
-                log.append({"step": step, "policy": round(policy, 4), "self_answer": round(answers, 4),
-                            "minutes": round((time.time() - start) / 60, 1)})  # fmt: skip
+                means = {name: round(losses[weights == weight].mean().item(), 4)
+                         for name, weight in (("policy", 1.0), ("self_answer", SELF_ANSWER_WEIGHT))}  # fmt: skip
+                log.append({"step": step, **means, "minutes": round((time.time() - start) / 60, 1)})
                 print(json.dumps(log[-1]), flush=True)
             if step % 500 == 499 or step == args.steps - 1:
                 model.save_pretrained(args.out)

@@ -3,10 +3,10 @@
     python data/make_tinyworld.py                        # writes data/tinyworld/, byte for byte as shipped
     python data/make_tinyworld.py --seed 7 --out FOLDER  # another world of the same kind
 
-Two worlds are written, one to train on and one to be measured on, each with a corpus and questions. Names are two words;
-a fifth of all word pairs is kept for the dev world, so no dev name stands in any training text. A fact is a sentence
-in the passage about its subject, so a chain of k facts takes k searches: the name to search for next is only known
-after reading. Famous facts (0 searches) are the same in both worlds: the tiny model was taught them.
+Two worlds are written, one to train on and one to be measured on, each with a corpus and questions. Names are two
+words; a fifth of all word pairs is kept for the dev world, so no dev name stands in any training text. A fact is a
+sentence in the passage about its subject, so a chain of k facts takes k searches: the name to search for next is only
+known after reading. Famous facts (0 searches) are the same in both worlds: the tiny model was taught them.
 """
 
 import argparse
@@ -19,24 +19,24 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from retriever import BM25  # noqa: E402
 
-FIRST_WORDS = """Amber Ivory Scarlet Silver Golden Crimson Cobalt Copper Velvet Marble Cedar Willow Hazel Juniper Laurel
-Olive Rowan Aspen Birch Maple Robin Wren Falcon Raven Heron Lark Sparrow Jasper Opal Pearl Ruby Garnet Onyx Coral Jade
-Topaz Flint Alden Brynn Corin Dalia Edric Fenna Galen Hollis Idris Jorah Kelda Loric Mirela Nolan Orson Perrin Quilla
-Rhea Silas Tamsin Ulric Vesna Wystan Yara Zelda Autumn Winter Summer Dawn Dusk Lunar Solar Stella Nova Comet Misty Windy
-Stormy Frosty Sunny Quiet Hidden Broken Ancient Bright Gentle Proud Noble Royal Humble Merry Swift Bold Clever Lucky
-Roaming Silent Whispering Dancing Sleeping Burning Frozen Painted Gilded Thorny Mossy Sandy Rocky Grassy Leafy Foggy
-Arden Basil Cyrus Della Elias Flora Gideon Hester Ivor Judith Kester Lorna""".split()
+FIRST_WORDS = """Amber Ivory Scarlet Silver Golden Crimson Cobalt Copper Velvet Marble Cedar Willow Hazel Juniper
+Laurel Olive Rowan Aspen Birch Maple Robin Wren Falcon Raven Heron Lark Sparrow Jasper Opal Pearl Ruby Garnet Onyx
+Coral Jade Topaz Flint Alden Brynn Corin Dalia Edric Fenna Galen Hollis Idris Jorah Kelda Loric Mirela Nolan Orson
+Perrin Quilla Rhea Silas Tamsin Ulric Vesna Wystan Yara Zelda Autumn Winter Summer Dawn Dusk Lunar Solar Stella Nova
+Comet Misty Windy Stormy Frosty Sunny Quiet Hidden Broken Ancient Bright Gentle Proud Noble Royal Humble Merry Swift
+Bold Clever Lucky Roaming Silent Whispering Dancing Sleeping Burning Frozen Painted Gilded Thorny Mossy Sandy Rocky
+Grassy Leafy Foggy Arden Basil Cyrus Della Elias Flora Gideon Hester Ivor Judith Kester Lorna""".split()
 
-SECOND_WORDS = """Marsh Brook Hollow Field Stone Vale Wood Harbor Bridge Tower Meadow Orchard Garden Ridge Crest Shore Bay
-Cape Haven Ford Mill Gate Lane Grove Glen Dale Moor Heath Fell Crag Cliff Well Falls Reach Bend Point Hill March Forest
-Thicket Prairie Canyon Gorge Cavern Grotto Island Lagoon Delta Bluff Knoll Summit Plateau Pass Trail Crossing Landing
-Market Chapel Abbey Castle Keep Fort Wall Arch Court Hall Manor Lodge Cottage Barn Stable Anvil Hammer Lantern Candle
-Mirror Feather Arrow Shield Crown Scepter Banner Anchor Compass Rudder Sail Oar Net Hook Bell Drum Fiddle Harp Flute
-Horn Quill Ribbon Thimble Needle Loom Spindle Basket Kettle Goblet Saddle Bridle Wagon Cart Wheel Plough Sickle Acorn
-Thistle Clover Bramble Ivy Fern Reed Rush Heather""".split()
+SECOND_WORDS = """Marsh Brook Hollow Field Stone Vale Wood Harbor Bridge Tower Meadow Orchard Garden Ridge Crest Shore
+Bay Cape Haven Ford Mill Gate Lane Grove Glen Dale Moor Heath Fell Crag Cliff Well Falls Reach Bend Point Hill March
+Forest Thicket Prairie Canyon Gorge Cavern Grotto Island Lagoon Delta Bluff Knoll Summit Plateau Pass Trail Crossing
+Landing Market Chapel Abbey Castle Keep Fort Wall Arch Court Hall Manor Lodge Cottage Barn Stable Anvil Hammer Lantern
+Candle Mirror Feather Arrow Shield Crown Scepter Banner Anchor Compass Rudder Sail Oar Net Hook Bell Drum Fiddle Harp
+Flute Horn Quill Ribbon Thimble Needle Loom Spindle Basket Kettle Goblet Saddle Bridle Wagon Cart Wheel Plough Sickle
+Acorn Thistle Clover Bramble Ivy Fern Reed Rush Heather""".split()
 
-FAMOUS_FIRST = """Aurelon Belisar Cantor Dorvane Elmira Faustin Gorvan Hesper Isolde Jovian Karsten Leandra Morvath Nerissa
-Octavia Palamon Quentin Rosalba Seraph Theron Ursula Valerian Wenzel Xanthe""".split()
+FAMOUS_FIRST = """Aurelon Belisar Cantor Dorvane Elmira Faustin Gorvan Hesper Isolde Jovian Karsten Leandra Morvath
+Nerissa Octavia Palamon Quentin Rosalba Seraph Theron Ursula Valerian Wenzel Xanthe""".split()
 
 FAMOUS_SECOND = """Abendroth Bellweather Crowhurst Dunmore Eisenmark Fairbairn Greystoke Hawthorn Inglenook Jessamine
 Kingsley Lorimer Mandeville Nightshade Oakenshaw Pemberton Quillfeather Ravenscroft Silverlake Thornbury Underwood
@@ -66,10 +66,12 @@ RELATIONS = {
     "source": Relation("river", "lake", ("source", "origin"), "{x} is a {d} river that begins at {y}."),
     "ruler": Relation("country", "person", ("ruler", "monarch"), "{x} is a {d} country led by the ruler {y}."),
     "mountain": Relation("lake", "mountain", ("mountain", "height"), "{x} is a {d} lake below the mountain {y}."),
-    "climber": Relation("mountain", "person", ("climber", "alpinist"), "{x} is a {d} rock first scaled by the climber {y}."),
+    "climber": Relation(
+        "mountain", "person", ("climber", "alpinist"), "{x} is a {d} rock first scaled by the climber {y}."
+    ),
 }
 GRAVE = ("grave", "tomb")  # the relation of the hard questions; its value stands in one of a person's papers
-PAPERS = ("diary", "letters", "will", "memoir", "ledger", "poems", "notebook")
+PAPERS = ("diary", "letter", "will", "memoir", "ledger", "poem", "notebook")
 GRAVE_SENTENCE = "The {paper} of {x} places the grave near {y}."
 PAPER_SENTENCE = "The {paper} of {x} tells of {topic}."
 TOPICS = ("weather", "music", "trade", "food", "ships", "horses")

@@ -34,10 +34,10 @@ def bpe_tokenizer():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    text = ["une?</search>\n\n<information>Doc 1", "<think>a</think>\n<search>lune?</search>", "<answer>x</answer>\n"] * 50
+    text = ["une?</search>\n\n<information>Doc 1", "<think>a</think>\n<search>lune?</search>", "<answer>x</answer>\n"]
     trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=["<eos>"], show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
-    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.train_from_iterator(text * 50, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
@@ -55,8 +55,9 @@ def script(monkeypatch):
     """Make the policy of a single row write given texts: `script(tokenizer, [text or ids, ...])`."""
 
     def install(tokenizer, texts):
-        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text for text in texts]
-        stream = iter([token for part in ids for token in part])
+        parts = [tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
+                 for text in texts]  # fmt: skip
+        stream = iter([token for part in parts for token in part])
         monkeypatch.setattr(rollout, "sample", lambda logits, *_: torch.tensor([next(stream)]))
 
     return install

@@ -129,19 +129,21 @@ def test_what_is_fused_to_the_tag_stays_and_is_trained(bpe_model, bpe_tokenizer,
     script(bpe_tokenizer, [head, "<think>b</think><answer>x</answer>"])
     trajectory = play(bpe_model, bpe_tokenizer)
     assert trajectory.completion_ids[: len(head)] == head and all(trajectory.completion_mask[: len(head)])
-    assert trajectory.turns[0].query == "Lune" and trajectory.turns[0].text.endswith("</search" + bpe_tokenizer.decode([fused]))
+    first = trajectory.turns[0]
+    assert first.query == "Lune" and first.text.endswith("</search" + bpe_tokenizer.decode([fused]))
 
 
 def test_a_policy_that_always_searches_is_ended(bpe_model, bpe_tokenizer, script):
     script(bpe_tokenizer, [f"<think>a</think><search>Lune {i}</search>" for i in range(9)])
     retriever = CountingRetriever()
-    trajectory = play(bpe_model, bpe_tokenizer, retriever, RolloutSettings(max_searches=2, max_turn_tokens=200, max_context=2000))
+    settings = RolloutSettings(max_searches=2, max_turn_tokens=200, max_context=2000)
+    trajectory = play(bpe_model, bpe_tokenizer, retriever, settings)
     assert retriever.asked == ["Lune 0", "Lune 1"]
     assert (trajectory.search_depth, len(trajectory.turns), trajectory.stop) == (2, 3, "turns")
     assert trajectory.turns[-1].query is None and trajectory.completion_mask[-1] == 1
 
 
-@pytest.mark.parametrize("text", ["<search> </search>", "<search>\n</search>", "no tag at all, Lune", "<answer>x</search>"])
+@pytest.mark.parametrize("text", ["<search> </search>", "<search>\n</search>", "no tag, Lune", "<answer>x</search>"])
 def test_no_valid_action_gets_advice_and_no_search(bpe_model, bpe_tokenizer, script, text):
     ids = bpe_tokenizer(text)["input_ids"]
     ids += [] if ro.TURN_ENDS.search(text) else [bpe_tokenizer.eos_token_id]

@@ -133,7 +133,7 @@ def test_masked_tokens_have_no_gradient_and_cannot_poison_it():
 
 
 def test_passages_have_zero_gradient_through_the_model(lora, played):
-    """Changing how likely an observation's tokens are must not change the loss: their logits are never even computed."""
+    """The logits of an observation's tokens are never even computed."""
     model = lora[0]
     batch = make_micro_batches(played[:1], torch.ones(1), 1, "cpu")[0]
     widths = []
@@ -169,7 +169,8 @@ def test_every_adapter_layer_moves(played, checkpointing):
     model, _ = load_model(TrainSettings(gradient_checkpointing=checkpointing))
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    update(model, optimizer, played, torch.linspace(-1, 1, len(played)), 1e-3, TrainSettings(beta=0.01, num_iterations=2))
+    advantages = torch.linspace(-1, 1, len(played))
+    update(model, optimizer, played, advantages, 1e-3, TrainSettings(beta=0.01, num_iterations=2))
     norms = {name: p.norm().item() for name, p in model.named_parameters() if "lora_B" in name}
     assert len(norms) == 28 and min(norms.values()) > 0
 
@@ -285,6 +286,23 @@ def test_bad_settings_stop_before_anything_is_written(monkeypatch, tmp_path, arg
     with pytest.raises((DataError, FileNotFoundError), match=message):
         tr.main(arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_stepsearch_needs_supporting_titles(monkeypatch, tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"id": "q1", "question": "Who?", "golden_answers": ["x"]}\n')
+    monkeypatch.setattr(tr, "load_model", lambda *_: pytest.fail("the model was loaded first"))
+    with pytest.raises(DataError, match="q.jsonl: question q1 has no metadata.supporting_titles"):
+        tr.main(["--reward", "stepsearch", "--questions", str(path)])
+
+
+@pytest.mark.parametrize("name", ["autosearch-released", "autosearch-t0", "stepsearch", "search-penalty"])
+def test_every_kind_of_reward_trains(monkeypatch, tmp_path, name):
+    folder = run(monkeypatch, tmp_path, "--steps", "1", "--reward", name, "--eval_questions", "", "--name", "r")
+    (row,) = log_of(folder)
+    assert row["reward"] != 0 and row["grad_norm"] >= 0
+    saved = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
+    assert (saved["self_answer_0"] is not None) == (name == "autosearch-t0")
 
 
 def test_questions_are_drawn_without_repeats_within_an_epoch():
