@@ -9,6 +9,7 @@ asked for an intermediate answer (self-answer), on a branch that is thrown away.
 * No token goes through the model twice. One key-value cache lives across the turns (`CachedBatch`).
 """
 
+import logging
 import re
 import time
 import unicodedata
@@ -22,6 +23,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 import reward
 from retriever import DataError
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel as soon as peft is imported
 
 TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")
 PROBE = "\n\nMy best answer from what I know so far:\n"

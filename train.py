@@ -30,7 +30,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, set_seed
 
@@ -51,15 +50,20 @@ from rollout import RolloutSettings, load_tokenizer, rollout, setting
 HERE = Path(__file__).resolve().parent
 
 
+def shipped(path):
+    """A file or folder that comes with the project, as seen from the working directory."""
+    return os.path.relpath(HERE / path)
+
+
 @dataclass
 class TrainSettings:
     """Everything about a training run that is not about a single rollout."""
 
-    model: str = setting(str(HERE / "data/tiny_model"), "folder or hub name of a causal LM")
-    corpus: str = setting(str(HERE / "data/tinyworld/train_corpus.jsonl"), "passages to search in while training")
-    questions: str = setting(str(HERE / "data/tinyworld/train.jsonl"), "questions to train on")
-    eval_corpus: str = setting(str(HERE / "data/tinyworld/dev_corpus.jsonl"), "passages for the held-out questions")
-    eval_questions: str = setting(str(HERE / "data/tinyworld/dev.jsonl"), "held-out questions; '' for none")
+    model: str = setting(shipped("data/tiny_model"), "folder or hub name of a causal LM")
+    corpus: str = setting(shipped("data/tinyworld/train_corpus.jsonl"), "passages to search in while training")
+    questions: str = setting(shipped("data/tinyworld/train.jsonl"), "questions to train on")
+    eval_corpus: str = setting(shipped("data/tinyworld/dev_corpus.jsonl"), "passages for the held-out questions")
+    eval_questions: str = setting(shipped("data/tinyworld/dev.jsonl"), "held-out questions; '' for none")
     eval_limit: int | None = setting(None, "use only the first so many held-out questions")
     eval_batch_size: int = setting(128, "held-out questions rolled out together")
     retriever_url: str | None = setting(None, "search server (Search-R1's protocol) to use instead of the corpora")
@@ -310,6 +314,8 @@ def load_model(settings, adapter=None):
 
     Returns (model, tokenizer). Raises DataError where 4-bit is asked for and bitsandbytes is missing.
     """
+    from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+
     cuda = torch.cuda.is_available()
     in_4bit = cuda if settings.load_in_4bit is None else settings.load_in_4bit
     if in_4bit and importlib.util.find_spec("bitsandbytes") is None:
@@ -453,34 +459,42 @@ def main(arguments=None):
     drop_later_lines(run, first_step)
     print(f"{run}: {weights.about}; {sum(p.numel() for p in parameters):,} trainable parameters", flush=True)
 
-    def measure(moment):
-        """Write the held-out reports of this moment ("before" or "after") into eval.json, unless they are there."""
-        results = json.loads((run / "eval.json").read_text()) if (run / "eval.json").exists() else {}
-        if dev and moment not in results:
-            results[moment] = {}
-            for decoding, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-                with inference_weights(model):
-                    trajectories = evaluate(model, tokenizer, dev, dev_retriever, rollout_settings, temperature,
-                                            settings.seed, settings.eval_batch_size)  # fmt: skip
-                files = {"questions": settings.eval_questions}
-                files |= {} if settings.retriever_url else {"corpus": settings.eval_corpus}
-                depends_on = provenance(settings.model, str(run / "adapter"), files, temperature=temperature,
-                                        seed=settings.seed, reward=settings.reward, **asdict(rollout_settings))
-                results[moment][decoding] = report(trajectories, settings=depends_on)
-            write_text(run / "eval.json", json.dumps(results, indent=1))
-        return results
-
-    measure("before")
+    held_out = dev, dev_retriever, settings, rollout_settings, run
+    measure("before", model, tokenizer, *held_out)
     model.train()
     try:
         train(model, tokenizer, optimizer, questions, retriever, settings, rollout_settings, weights, run, first_step)
     except KeyboardInterrupt:
         raise SystemExit(f"\nstopped; go on with: python train.py --resume {run}") from None
-    results = measure("after")
+    results = measure("after", model, tokenizer, *held_out)
     plot_curves([run], run / "curves.png")
     if dev:
         print(before_after_table(results))
     print(f"curves: {run / 'curves.png'}   adapter: {run / 'adapter'}")
+
+
+def measure(moment, model, tokenizer, questions, retriever, settings, rollout_settings, run):
+    """Write the held-out reports of a moment ("before" or "after" training) into eval.json, unless they are there.
+
+    Returns what the file then holds: {moment: {"sampled": R, "greedy": R}}.
+    """
+    path = run / "eval.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    if not questions or moment in results:
+        return results
+    adapter = str(run / "adapter") if moment == "after" else None
+    files = {"questions": settings.eval_questions}
+    files |= {} if settings.retriever_url else {"corpus": settings.eval_corpus}
+    results[moment] = {}
+    for decoding, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+        with inference_weights(model):
+            trajectories = evaluate(model, tokenizer, questions, retriever, rollout_settings, temperature,
+                                    settings.seed, settings.eval_batch_size)  # fmt: skip
+        depends_on = provenance(settings.model, adapter, files, temperature=temperature, seed=settings.seed,
+                                **asdict(rollout_settings))  # fmt: skip
+        results[moment][decoding] = report(trajectories, settings=depends_on)
+    write_text(path, json.dumps(results, indent=1))
+    return results
 
 
 def drop_later_lines(run, first_step):
