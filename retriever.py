@@ -128,8 +128,8 @@ def load_corpus(path):
 
 
 def _is_blank(answer):
-    """True where scoring would find nothing: only ASCII punctuation, spaces and invisible characters."""
-    return all(c in string.punctuation or unicodedata.category(c)[0] in "CZ" for c in answer)
+    """True where scoring would find nothing: only punctuation, spaces and invisible characters."""
+    return all(c in string.punctuation or unicodedata.category(c)[0] in "CZP" for c in answer)
 
 
 def _are_strings(value):

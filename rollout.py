@@ -77,7 +77,7 @@ class Trajectory:
     completion_ids: list[int] = field(default_factory=list)  # sampled tokens and observations, in order
     completion_mask: list[int] = field(default_factory=list)  # 1: sampled by the policy
     self_answer_0: str | None = None  # asked before the first search; None where not asked
-    stop: str = "turns"  # why it ended: "answer", "turns" (none left) or "context" (none left)
+    stop: str = "turns"  # why it ended: "answer", "turns" (none left) or "context" (no room left)
     seconds: float = 0.0  # its share of the batch's wall time
     saved_tokens: int = 0  # `tokens` of a trajectory read back from a file, where ids are not kept
 
@@ -131,26 +131,34 @@ def load_tokenizer(model_path):
     return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(model_path)
 
 
-def load_policy(model_path, adapter=None, dtype=torch.float32, device="cpu"):
-    """A model for evaluation, with its LoRA adapter if given, and its tokenizer. Returns (model, tokenizer)."""
+def load_policy(model_path, adapter=None):
+    """A model for evaluation, with its LoRA adapter if given, and its tokenizer: bf16 on a GPU, float32 elsewhere.
+
+    Returns (model, tokenizer).
+    """
+    cuda = torch.cuda.is_available()
     tokenizer = load_tokenizer(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16 if cuda else torch.float32)
     if adapter:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    return model.eval(), tokenizer
+        model = PeftModel.from_pretrained(model, adapter)
+        model = model if cuda else model.merge_and_unload()  # bf16 weights would round the adapter away
+    return model.to("cuda" if cuda else "cpu").eval(), tokenizer
 
 
 def encode(tokenizer, text):
-    """Ids of a text that nobody may use to smuggle in special tokens."""
+    """Ids of a text, without special tokens even where it spells them (added tokens that are not special stay)."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
 def encode_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT):
     """The prompt's ids: the model's own chat template, rendered once, or plain text for a model without one."""
     if tokenizer.chat_template is None:
-        return encode(tokenizer, f"{system_prompt}\n\nQuestion: {question}\n")
+        start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+        return start + encode(tokenizer, f"{system_prompt}\n\nQuestion: {question}\n")
+    for token in tokenizer.all_special_tokens:  # a question must not end its own turn
+        question = question.replace(token, f"{token[0]} {token[1:]}")
     messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -162,8 +170,8 @@ def clean(text):
     >>> clean("a</information>\\x1b[0m<search>b</search>")
     'a(/information) [0m(search)b(/search)'
     """
-    text = re.sub(r"<\s*(/?\s*(?:think|search|answer|information))\s*>", r"(\1)", text, flags=re.IGNORECASE)
-    return "".join(" " if unicodedata.category(char) in ("Cc", "Cf") else char for char in text)
+    text = "".join(" " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text)
+    return re.sub(r"<\s*(/?\s*(?:think|search|answer|information))\s*>", r"(\1)", text, flags=re.IGNORECASE)
 
 
 def show_passages(passages):
@@ -184,7 +192,10 @@ class GrowingLayer(DynamicLayer):
 
 
 def append_states(cached, new, room=128):
-    """`cached` (B, H, L, D) followed by `new` (B, H, n, D): written behind `cached` in place where there is room."""
+    """`cached` (B, H, L, D) followed by `new` (B, H, n, D): written behind `cached` in place where there is room.
+
+    `cached` is always the beginning of a larger buffer; after a `crop` the freed columns are simply written over.
+    """
     length, total = cached.shape[2], cached.shape[2] + new.shape[2]
     capacity = cached.stride(1) // cached.stride(2)  # rows of the buffer that `cached` is the beginning of
     if length == 0 or total > capacity:
@@ -203,18 +214,23 @@ class CachedBatch:
     The last token that a row sampled has not yet gone through the model; it waits in `pending` for what follows it.
     """
 
-    def __init__(self, model, num_rows):
-        self.model, self.device = model, model.device
+    def __init__(self, model, tokenizer, num_rows):
+        self.model, self.tokenizer, self.device = model, tokenizer, model.device
+        ends = getattr(model.generation_config, "eos_token_id", None)  # one id, several, or none
+        self.eos_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        self.may_close = {}  # token id -> does its text hold a `>`, without which no tag can be completed?
         self.cache = DynamicCache(config=model.config)
-        self.cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.cache.layers]
+        if any(type(layer) is not DynamicLayer for layer in self.cache.layers):
+            raise DataError(f"{model.config.model_type}: only models with full attention in every layer are supported")
+        self.cache.layers = [GrowingLayer() for _ in self.cache.layers]
         self.mask = torch.zeros(num_rows, 0, dtype=torch.long, device=self.device)  # (B, columns), 1: a real token
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=self.device)  # (B,) real tokens
         self.pending = [[] for _ in range(num_rows)]
 
     @classmethod
-    def start(cls, model, prompts, repeats):
+    def start(cls, model, tokenizer, prompts, repeats):
         """Forward each prompt once, then repeat it. Returns the batch and the logits (B * repeats, V)."""
-        batch = cls(model, len(prompts))
+        batch = cls(model, tokenizer, len(prompts))
         logits = batch.append(prompts)
         batch.cache.batch_repeat_interleave(repeats)
         repeated = (tensor.repeat_interleave(repeats, 0) for tensor in (batch.mask, batch.lengths, logits))
@@ -236,7 +252,7 @@ class CachedBatch:
                             use_cache=True, logits_to_keep=1)  # fmt: skip
         return output.logits[:, -1].float()
 
-    def write(self, logits, tokenizer, limit, stops, temperature, generator):
+    def write(self, logits, limit, stops, temperature, generator):
         """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit. Returns lists of ids.
 
         Tags are looked for in the decoded text, and only after a token that may have closed one.
@@ -247,14 +263,23 @@ class CachedBatch:
             sampled = sample(logits, temperature, generator).tolist()
             for row in (row for row, flag in enumerate(is_open) if flag):
                 written[row].append(sampled[row])
-                is_end = sampled[row] == tokenizer.eos_token_id
-                if is_end or (may_close(tokenizer, sampled[row]) and stops.search(tokenizer.decode(written[row]))):
-                    is_open[row] = False
+                is_open[row] = not self.is_over(written[row], stops)
             if position == limit - 1 or not any(is_open):
                 break
             logits = self.append([[sampled[row]] if flag else [] for row, flag in enumerate(is_open)])
         self.pending = [ids[-1:] for ids in written]
         return written
+
+    def is_over(self, ids, stops):
+        """True if the last of these ids is an EOS or has closed a tag of `stops`, alone or fused with other text."""
+        last = ids[-1]
+        if last not in self.may_close:
+            self.may_close[last] = ">" in self.tokenizer.decode([last])
+        return last in self.eos_ids or (self.may_close[last] and stops.search(self.decode(ids)) is not None)
+
+    def decode(self, ids):
+        """Text of sampled ids, an EOS at the end left out."""
+        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_ids else ids)
 
     def branch(self, rows, *write_arguments):
         """Append ids, write, and forget both: what self-answers need. Returns lists of ids."""
@@ -287,33 +312,19 @@ def sample(logits, temperature, generator):
 
 TURN_ENDS = re.compile("</(search|answer)>")
 SELF_ANSWER_ENDS = re.compile("</answer>")
-_closing_ids = {}
-
-
-def may_close(tokenizer, token):
-    """True if the token's text holds a `>`; only such a token can complete a tag, alone or fused with other text."""
-    known = _closing_ids.setdefault(id(tokenizer), {})
-    if token not in known:
-        known[token] = ">" in tokenizer.decode([token])
-    return known[token]
-
-
-def decode(tokenizer, ids):
-    """Text of sampled ids, an EOS at the end left out."""
-    return tokenizer.decode(ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids)
 
 
 @torch.inference_mode()
 def rollout(model, tokenizer, questions, retriever, settings, num_generations=1, temperature=1.0, self_answers=True,
-            ask_before_search=False, system_prompt=SYSTEM_PROMPT, seed=0, seconds=None):  # fmt: skip
+            ask_before_search=False, system_prompt=SYSTEM_PROMPT, seed=0, phase_seconds=None):  # fmt: skip
     """Play `num_generations` trajectories per question, all at once. Returns them in question order, groups together.
 
     model: a causal LM in eval mode. questions: dicts as `retriever.load_questions` gives them. settings:
-    `RolloutSettings`. seconds: a dict to which the time of the phases `rollout`, `self_answer` and `search` is added.
+    `RolloutSettings`. phase_seconds: a dict to which the time of `rollout`, `self_answer` and `search` is added.
     Self-answers have a random stream of their own and never change a trajectory. Raises DataError if a prompt leaves no
     room for a turn.
     """
-    clock = Clock(seconds)
+    clock = Clock(phase_seconds)
     generator, branch_generator = (torch.Generator(model.device).manual_seed(2 * seed + k) for k in (0, 1))
     prompts = [encode_prompt(tokenizer, question["question"], system_prompt) for question in questions]
     for question, prompt in zip(questions, prompts):
@@ -326,22 +337,21 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
         """The policy's answer at this point, for all live rows: raw texts."""
         with clock("self_answer"):
             probe = [encode(tokenizer, PROBE)] * len(live)
-            ids = batch.branch(probe, tokenizer, settings.max_self_answer_tokens, SELF_ANSWER_ENDS, temperature,
-                               branch_generator)  # fmt: skip
-            return [decode(tokenizer, answer) for answer in ids]
+            ids = batch.branch(probe, settings.max_self_answer_tokens, SELF_ANSWER_ENDS, temperature, branch_generator)
+            return [batch.decode(answer) for answer in ids]
 
     with clock("rollout"):
-        batch, logits = CachedBatch.start(model, prompts, num_generations)
+        batch, logits = CachedBatch.start(model, tokenizer, prompts, num_generations)
     live = list(trajectories)
     if self_answers and ask_before_search:
         for trajectory, answer in zip(live, ask(live)):
             trajectory.self_answer_0 = answer
     for turns_left in reversed(range(settings.max_searches + 1)):
         with clock("rollout"):
-            written = batch.write(logits, tokenizer, settings.max_turn_tokens, TURN_ENDS, temperature, generator)
+            written = batch.write(logits, settings.max_turn_tokens, TURN_ENDS, temperature, generator)
         for trajectory, ids in zip(live, written):
             trajectory.append(ids, sampled=True)
-            text = decode(tokenizer, ids)
+            text = batch.decode(ids)
             trajectory.turns.append(Turn(text, reward.parse_action(text)[0]))
         with clock("search"):
             observations = observe(live, retriever, tokenizer, settings, turns_left)
@@ -375,6 +385,7 @@ def observe(live, retriever, tokenizer, settings, turns_left):
         turn, limit = live[row].turns[-1], settings.max_passage_chars
         turn.query = query
         turn.passages = [{key: clean(passage[key])[:limit] for key in ("title", "text")} for passage in found]
+    room_for_next = max(settings.max_turn_tokens, len(encode(tokenizer, PROBE)) + settings.max_self_answer_tokens)
     observations = []
     for trajectory, (kind, _) in zip(live, actions):
         turn = trajectory.turns[-1]
@@ -382,7 +393,7 @@ def observe(live, retriever, tokenizer, settings, turns_left):
         ids = [] if kind == "answer" or not turns_left else encode(tokenizer, text)
         length = len(trajectory.prompt_ids) + len(trajectory.completion_ids) + len(ids)
         trajectory.stop = "answer" if kind == "answer" else "turns"
-        if ids and length + settings.max_turn_tokens > settings.max_context:
+        if ids and length + room_for_next > settings.max_context:
             ids, trajectory.stop = [], "context"
         observations.append(ids)
     return observations

@@ -6,7 +6,7 @@ Where this departs from the paper (arXiv 2604.17337):
 3. By default a tiny model that ships with the project, in a tiny world, so that the effect shows on a CPU in minutes;
    group size, steps and learning rate are chosen for it, and the KL coefficient is 0 (paper: 0.001).
 4. One batch is one update (paper: two mini-batches). The ratio is then exactly 1 and nothing is clipped;
-   `--num_iterations 2` uses a batch twice and shows the clipping.
+   `--num_iterations 2` uses a batch twice and shows the clipping. The loss is a mean over all sampled tokens.
 5. Self-answers continue the trajectory on a branch that is thrown away; the released code asks in a fresh prompt.
 6. The step rewards follow the paper where the released code differs: see reward.py, and `--reward autosearch-released`.
 
@@ -15,6 +15,7 @@ Where this departs from the paper (arXiv 2604.17337):
     python train.py --resume runs/NAME     # go on with a run that was stopped
 """
 
+import functools
 import importlib.util
 import json
 import math
@@ -94,42 +95,53 @@ def train(model, tokenizer, optimizer, questions, retriever, settings, rollout_s
     """The loop: questions -> rollouts -> rewards -> advantages -> loss -> update."""
     bar = tqdm(range(first_step, settings.steps), initial=first_step, total=settings.steps, desc=run.name)
     for step in bar:
-        start, seconds = time.perf_counter(), {}
-        set_seed(settings.seed * 1_000_003 + step)  # a step depends on nothing but the seed, its number and the weights
+        start, seconds = time.perf_counter(), {}  # seconds by phase
+        step_seed = (settings.seed * 1_000_003 + step) % 2**32
+        set_seed(step_seed)  # a step depends on nothing but the seed, its number and the weights
         batch = draw_questions(questions, settings, step)
         with inference_weights(model):
             trajectories = rollout(
                 model, tokenizer, batch, retriever, rollout_settings, settings.num_generations, settings.temperature,
-                ask_before_search=weights.ask_before_search, seed=settings.seed * 1_000_003 + step, seconds=seconds,
+                ask_before_search=weights.ask_before_search, seed=step_seed, phase_seconds=seconds,
             )  # fmt: skip
         scores = [score_trajectory(trajectory, weights) for trajectory in trajectories]
-        rewards = torch.tensor([score.total for score in scores], dtype=torch.float64)
+        rewards = rewards_of(scores)
         check_finite(rewards, trajectories)
         advantages = group_advantages(rewards, settings.num_generations)
         update_start = time.perf_counter()
         learning_rate = settings.learning_rate * (1 - step / settings.steps)
         losses = update(model, optimizer, trajectories, advantages, learning_rate, settings)
-        seconds |= {"update": time.perf_counter() - update_start, "all": time.perf_counter() - start}
+        seconds["update"] = time.perf_counter() - update_start
 
-        row = metrics_row(step, settings, trajectories, scores, rewards, losses, seconds)
+        row = metrics_row(step, settings, trajectories, scores, rewards, losses)
+        row["seconds"] = time.perf_counter() - start
+        row |= {f"seconds/{phase}": value for phase, value in seconds.items()}
         append_line(run / "metrics.jsonl", row)
         bar.set_postfix_str(f"reward {row['reward']:.2f}, EM {row['em']:.2f}, depth {row['search_depth']:.2f}, "
                             f"over-search {row['over_search_ratio']:.2f}")  # fmt: skip
         if settings.sample_every and step % settings.sample_every == 0:
-            show_sample(run, step, trajectories, scores)
+            show_sample(run, step, trajectories, scores, settings.num_generations)
         if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
             save_checkpoint(model, optimizer, step + 1, run)
 
 
 def draw_questions(questions, settings, step):
     """The step's questions: a slice of the epoch's shuffled order, so that none repeats within an epoch."""
-    drawn = []
-    for position in range(step * settings.num_questions, (step + 1) * settings.num_questions):
-        epoch, index = divmod(position, len(questions))
-        order = list(range(len(questions)))
-        random.Random(f"{settings.seed} {epoch}").shuffle(order)
-        drawn.append(questions[order[index]])
-    return drawn
+    positions = range(step * settings.num_questions, (step + 1) * settings.num_questions)
+    places = [divmod(position, len(questions)) for position in positions]
+    return [questions[epoch_order(settings.seed, epoch, len(questions))[index]] for epoch, index in places]
+
+
+@functools.cache
+def epoch_order(seed, epoch, size):
+    order = list(range(size))
+    random.Random(f"{seed} {epoch}").shuffle(order)
+    return order
+
+
+def rewards_of(scores):
+    """Total rewards (N,). Sums that are equal on paper may differ in the last bit: a group must not learn from that."""
+    return torch.tensor([round(score.total, 6) for score in scores], dtype=torch.float64)
 
 
 def group_advantages(rewards, num_generations):
@@ -142,9 +154,13 @@ def group_advantages(rewards, num_generations):
     """
     groups = rewards.view(-1, num_generations)  # (Q, G)
     centred = groups - groups.mean(1, keepdim=True)
-    equal = (groups == groups[:, :1]).all(1, keepdim=True)
     advantages = centred / groups.std(1, keepdim=True)
-    return advantages.masked_fill(equal, 0.0).flatten().float()
+    return advantages.masked_fill(all_equal(groups)[:, None], 0.0).flatten().float()
+
+
+def all_equal(groups):
+    """Which rows of (Q, G) hold one value only: (Q,) bool. (Their standard deviation need not be exactly 0.)"""
+    return (groups == groups[:, :1]).all(1)
 
 
 def update(model, optimizer, trajectories, advantages, learning_rate, settings):
@@ -212,8 +228,8 @@ def per_token_logps(model, batch, temperature):
     hidden = causal_lm.base_model(
         input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions, use_cache=False
     ).last_hidden_state  # (B, P + C, d)
-    before = hidden[:, -mask.shape[1] - 1 : -1][mask]  # (N, d): the state from which each sampled token was drawn
-    logits = causal_lm.get_output_embeddings()(before).float() / temperature  # (N, V)
+    states = hidden[:, -mask.shape[1] - 1 : -1][mask]  # (N, d): the state from which each sampled token was drawn
+    logits = causal_lm.get_output_embeddings()(states).float() / temperature  # (N, V)
     log_softmax = logits.log_softmax(-1)
     sampled = batch["input_ids"][:, -mask.shape[1] :][mask]  # (N,)
     empty = torch.zeros(mask.shape, device=logits.device)
@@ -248,13 +264,13 @@ def grpo_loss(per_token_logps, batch, epsilon, beta):
 
 @contextmanager
 def inference_weights(model):
-    """Eval mode, and the adapter merged into the weights where they are not quantised: rollouts are a third faster.
+    """Eval mode, and the adapter merged into float32 weights: rollouts are a third faster (bf16 would round it away).
 
     The base weights are put back bit by bit: subtracting the adapter again would leave rounding errors behind.
     """
     was_training = model.training
     model.eval()
-    merge = not getattr(model, "is_loaded_in_4bit", False)
+    merge = model.dtype == torch.float32 and not getattr(model, "is_loaded_in_4bit", False)
     if merge:
         layers = [module.base_layer.weight for module in model.modules() if hasattr(module, "lora_A")]
         kept = [weight.detach().clone() for weight in layers]
@@ -277,32 +293,31 @@ def check_finite(rewards, trajectories):
             raise DataError(f"reward {value} for question {trajectory.question['id']}: {trajectory.steps}")
 
 
-def metrics_row(step, settings, trajectories, scores, rewards, losses, seconds):
-    """One line of metrics.jsonl; README explains each."""
+def metrics_row(step, settings, trajectories, scores, rewards, losses):
+    """The metrics of a step, for a line of metrics.jsonl; README explains each."""
     measured = report(trajectories, by=())
     groups = rewards.view(-1, settings.num_generations)
     parts = {f"reward/{name}": sum(part[name] for score in scores for part in score.parts) / len(scores)
              for name in scores[0].parts[0]}  # fmt: skip
-    row = {
+    return {
         "step": step, "seed": settings.seed, "wall_time": time.time(), "reward": rewards.mean().item(),
         "reward_std": groups.std(1).mean().item(), **parts, "em": measured["em"], "f1": measured["f1"],
         "search_depth": measured["sd"], "over_search_ratio": measured["osr"],
         "valid_action_ratio": measured["valid_action_ratio"], "tokens": measured["tokens"], **losses,
-        "frac_reward_zero_std": (groups == groups[:, :1]).all(1).double().mean().item(),
-        "seconds": seconds.pop("all"), **{f"seconds/{phase}": value for phase, value in seconds.items()},
+        "frac_reward_zero_std": all_equal(groups).double().mean().item(),
     }  # fmt: skip
-    return {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
 
 
-def show_sample(run, step, trajectories, scores):
+def show_sample(run, step, trajectories, scores, num_generations):
     """Print one scored trajectory and keep it, with the rest of its group, in trajectories.jsonl."""
     tqdm.write(render_trajectory(trajectories[0], scores[0]) + "\n")
-    for trajectory, score in list(zip(trajectories, scores))[:8]:
+    for trajectory, score in list(zip(trajectories, scores))[:num_generations]:
         append_line(run / "trajectories.jsonl", {"step": step, **trajectory.to_dict(), "score": asdict(score)})
 
 
 def append_line(path, row):
     with open(path, "a", encoding="utf-8") as file:
+        row = {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -312,20 +327,20 @@ def append_line(path, row):
 def load_model(settings, adapter=None):
     """The base model, 4-bit if wanted, with a trainable LoRA adapter: a fresh one, or the one in folder `adapter`.
 
-    Returns (model, tokenizer). Raises DataError where 4-bit is asked for and bitsandbytes is missing.
+    Returns (model, tokenizer). Raises DataError for a model whose logits the loss would get wrong.
     """
     from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 
-    cuda = torch.cuda.is_available()
-    in_4bit = cuda if settings.load_in_4bit is None else settings.load_in_4bit
-    if in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        raise DataError("--load_in_4bit needs the package bitsandbytes, which is not installed")
+    cuda, in_4bit = torch.cuda.is_available(), settings.load_in_4bit
     dtype = torch.bfloat16 if cuda else torch.float32
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                       bnb_4bit_compute_dtype=dtype) if in_4bit else None  # fmt: skip
     tokenizer = load_tokenizer(settings.model)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, quantization_config=quantization,
-                                                 device_map="auto" if cuda else "cpu")  # fmt: skip
+                                                 device_map={"": "cuda:0" if cuda else "cpu"})  # fmt: skip
+    for name in ("final_logit_softcapping", "logit_scale"):
+        if getattr(model.config, name, None):
+            raise DataError(f"{settings.model}: models with {name} are not supported")
     if in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         for module in model.modules():
@@ -338,6 +353,15 @@ def load_model(settings, adapter=None):
     lora = LoraConfig(r=settings.lora_r, lora_alpha=settings.lora_alpha, target_modules="all-linear",
                       task_type="CAUSAL_LM")  # fmt: skip
     return get_peft_model(model, lora), tokenizer
+
+
+def resolve_4bit(settings):
+    """Decide `load_in_4bit` where it was left open. Raises DataError where it is asked for and cannot be had."""
+    found = importlib.util.find_spec("bitsandbytes") is not None
+    if settings.load_in_4bit and not found:
+        raise DataError("--load_in_4bit needs the package bitsandbytes, which is not installed")
+    if settings.load_in_4bit is None:
+        settings.load_in_4bit = torch.cuda.is_available() and found
 
 
 def save_checkpoint(model, optimizer, step, run):
@@ -375,8 +399,6 @@ def new_run(settings, rollout_settings):
     name = settings.name or f"{settings.reward}{cost}-seed{settings.seed}"
     run, number = Path("runs") / name, 2
     while run.exists():
-        if settings.name:
-            raise DataError(f"--name {name}: {run} exists; go on with it by --resume {run}, or choose another name")
         run, number = Path("runs") / f"{name}-{number}", number + 1
     run.mkdir(parents=True)
     packages = ("torch", "transformers", "peft", "bitsandbytes", "rank-bm25", "numpy")
@@ -403,13 +425,20 @@ def git_commit():
     return result.stdout.strip() or None
 
 
-def check_settings(settings):
+def check_settings(settings, rollout_settings):
     """Refuse settings that cannot work, before anything is loaded or written. Returns the reward's weights."""
     if settings.reward not in reward.REWARDS:
         raise DataError(f"--reward {settings.reward}: choose one of {', '.join(reward.REWARDS)}")
-    for name in ("steps", "num_questions", "num_iterations", "micro_batch_size", "save_every", "eval_batch_size"):
-        if getattr(settings, name) < 1:
-            raise DataError(f"--{name} {getattr(settings, name)}: must be 1 or more")
+    counts = {name: getattr(settings, name) for name in ("steps", "num_questions", "num_iterations", "lora_r",
+                                                         "micro_batch_size", "save_every", "eval_batch_size")}
+    for name, value in (counts | asdict(rollout_settings)).items():
+        if value < 1:
+            raise DataError(f"--{name} {value}: must be 1 or more")
+    if not 0 <= settings.seed < 2**32:
+        raise DataError(f"--seed {settings.seed}: must be from 0 to 4294967295")
+    if settings.name and not settings.resume and (Path("runs") / settings.name).exists():
+        raise DataError(f"--name {settings.name}: runs/{settings.name} exists; go on with it by --resume "
+                        f"runs/{settings.name}, or choose another name")  # fmt: skip
     if settings.num_generations < 2:
         raise DataError(f"--num_generations {settings.num_generations}: a group needs 2 or more rollouts to compare")
     if settings.temperature <= 0:
@@ -436,8 +465,15 @@ def main(arguments=None):
     settings, rollout_settings = parser.parse_args_into_dataclasses(arguments)
     resumed = Path(settings.resume) if settings.resume else None
     if resumed:
+        defaults = asdict(TrainSettings(resume=settings.resume)) | asdict(RolloutSettings())
+        asked = asdict(settings) | asdict(rollout_settings)
+        given = [f"--{key}" for key, value in asked.items() if value != defaults[key]]
+        if given:
+            raise DataError(f"--resume takes all settings from {resumed}: leave out {', '.join(given)}")
         settings, rollout_settings = settings_of(resumed)
-    weights = check_settings(settings)
+    weights = check_settings(settings, rollout_settings)
+    if not resumed:
+        resolve_4bit(settings)
     torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves behind
     questions = load_questions(settings.questions)
     check_questions(questions, weights, settings)
@@ -454,19 +490,20 @@ def main(arguments=None):
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     run, first_step = resumed or new_run(settings, rollout_settings), 0
     if checkpoint:
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True, map_location="cpu"))
         first_step = json.loads((checkpoint / "state.json").read_text())["step"]
     drop_later_lines(run, first_step)
     print(f"{run}: {weights.about}; {sum(p.numel() for p in parameters):,} trainable parameters", flush=True)
 
     held_out = dev, dev_retriever, settings, rollout_settings, run
-    measure("before", model, tokenizer, *held_out)
-    model.train()
     try:
+        if first_step == 0:
+            measure("before", model, tokenizer, *held_out)
+        model.train()
         train(model, tokenizer, optimizer, questions, retriever, settings, rollout_settings, weights, run, first_step)
+        results = measure("after", model, tokenizer, *held_out)
     except KeyboardInterrupt:
         raise SystemExit(f"\nstopped; go on with: python train.py --resume {run}") from None
-    results = measure("after", model, tokenizer, *held_out)
     plot_curves([run], run / "curves.png")
     if dev:
         print(before_after_table(results))
@@ -501,9 +538,8 @@ def drop_later_lines(run, first_step):
     """After a resume, forget logged steps that come again."""
     for path in (run / "metrics.jsonl", run / "trajectories.jsonl"):
         if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
-            write_text(path, "".join(kept))
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # a last part was cut short
+            write_text(path, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] < first_step))
 
 
 if __name__ == "__main__":

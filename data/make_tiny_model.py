@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 import time
 from multiprocessing import Pool
@@ -72,6 +73,10 @@ def make_tokenizer():
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
         chat_template=CHAT_TEMPLATE, model_max_length=1024, clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+TRAIN_NAMES = tw.name_pairs("train")
+TOKENIZER = make_tokenizer()
 
 
 class Demonstration:
@@ -218,10 +223,6 @@ def encode(demo):
     return tuple(map(list, zip(*(main + branched))))
 
 
-TRAIN_NAMES = tw.name_pairs("train")
-TOKENIZER = make_tokenizer()
-
-
 def collate(demos):
     """Pad to one batch: input_ids, weights (B, T), position_ids (B, T), attention mask (B, 1, T, T)."""
     length = max(len(demo[0]) for demo in demos)
@@ -230,10 +231,10 @@ def collate(demos):
         for k, fill in ((0, 0), (1, 0.0), (2, -1), (3, 0))
     )
     index = torch.arange(length)
-    first = torch.ones_like(branches, dtype=torch.bool)  # is this the first token of its branch?
-    first[:, 1:] = branches[:, 1:] != branches[:, :-1]
-    offset = torch.where(first, index, 0).cummax(dim=1).values
-    positions = torch.where(branches > 0, starts + index - offset, index)
+    is_branch_start = torch.ones_like(branches, dtype=torch.bool)
+    is_branch_start[:, 1:] = branches[:, 1:] != branches[:, :-1]
+    branch_start = torch.where(is_branch_start, index, 0).cummax(dim=1).values
+    positions = torch.where(branches > 0, starts + index - branch_start, index)
     own = branches[:, :, None] == branches[:, None, :]
     trunk = (branches[:, None, :] == 0) & (index[None, None, :] < starts[:, :, None])
     mask = (own | trunk) & (index[None, :] <= index[:, None])
@@ -260,23 +261,23 @@ def loss_of(model, batch):
 
 
 def batches(pool, steps, batch_size, seed):
-    """Batches of demonstrations of like length: ten demonstrations a world, ten batches a chunk."""
+    """Batches of demonstrations of like length: ten demonstrations a world, ten batches made at a time."""
     rng = random.Random(seed)
-    for chunk in range(-(-steps // 10)):
-        first = seed * 10**7 + chunk * batch_size
+    for number in range(-(-steps // 10)):
+        first = seed * 10**7 + number * batch_size
         demos = [demo for made in pool.map(make_demonstrations, range(first, first + batch_size)) for demo in made]
         demos.sort(key=lambda demo: len(demo[0]))
-        chunk = [demos[i : i + batch_size] for i in range(0, len(demos), batch_size)]
-        rng.shuffle(chunk)
-        yield from map(collate, chunk)
+        groups = [demos[i : i + batch_size] for i in range(0, len(demos), batch_size)]
+        rng.shuffle(groups)
+        yield from map(collate, groups)
 
 
 def main():
     parser = argparse.ArgumentParser(description="Make the tiny model.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny_model", help="folder to write to")
-    parser.add_argument("--steps", type=int, default=2800, help="training steps (default 2800)")
+    parser.add_argument("--steps", type=int, default=2400, help="training steps (default 2400)")
     parser.add_argument("--batch_size", type=int, default=24, help="demonstrations a step (default 24)")
-    parser.add_argument("--lr", type=float, default=2.5e-3, help="peak learning rate (default 2.5e-3)")
+    parser.add_argument("--lr", type=float, default=1.8e-3, help="peak learning rate (default 1.8e-3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default 0)")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -288,7 +289,7 @@ def main():
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     model.set_attn_implementation("attention_fp32")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.01)
     warmup, decay_from = 100, int(0.4 * args.steps)
 
     def rate(step):
@@ -296,7 +297,6 @@ def main():
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(TOKENIZER)} tokens", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     log, start = [], time.time()
     with Pool(2) as pool:
         for step, batch in enumerate(batches(pool, args.steps, args.batch_size, args.seed)):
@@ -312,12 +312,19 @@ def main():
                          for name, weight in (("policy", 1.0), ("self_answer", SELF_ANSWER_WEIGHT))}  # fmt: skip
                 log.append({"step": step, **means, "minutes": round((time.time() - start) / 60, 1)})
                 print(json.dumps(log[-1]), flush=True)
-            if step % 500 == 499 or step == args.steps - 1:
-                model.save_pretrained(args.out)
-                TOKENIZER.save_pretrained(args.out)
             if step == args.steps - 1:
                 break
-    (args.out / "training_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+            if step % 500 == 499:
+                save(model, log, Path(f"{args.out}.tmp"))  # to look at; a rerun that is stopped leaves the model alone
+    save(model, log, args.out)
+    shutil.rmtree(f"{args.out}.tmp", ignore_errors=True)
+
+
+def save(model, log, folder):
+    """Write model, tokenizer and training log."""
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    (folder / "training_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
 
 
 if __name__ == "__main__":

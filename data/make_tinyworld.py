@@ -171,7 +171,7 @@ def make_world(rng, names, sizes=None, num_hard=0):
             for relation in relations:
                 others = [v for v in rng.sample(world.by_type[RELATIONS[relation].object], 2) if v != name]
                 values.append((relation, others[0]))
-            if kind == "person":  # two sentences a passage at most
+            if kind == "person":  # two sentences a passage: the birthplace, and either the spouse or the teacher
                 values.pop(rng.choice([1, 2]))
             add_entity(world, rng, name, kind, values)
     add_famous(world)

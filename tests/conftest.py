@@ -1,6 +1,9 @@
 """What the tests share: the shipped tiny model and world, and a small byte-level BPE model made on the spot."""
 
+import os
 from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these are CPU tests, in float32
 
 import pytest
 import torch

@@ -43,9 +43,21 @@ def test_a_reward_that_is_not_finite_names_its_trajectory():
         tr.check_finite(torch.tensor([1.0, math.nan]), trajectories)
 
 
+def test_totals_that_are_equal_on_paper_are_no_signal():
+    """Stopping exactly at t_c is worth 2.3 at any depth; in floating point the sums differ in the last bit."""
+
+    def steps(n):
+        searches = [f"<think>a</think><search>{word}</search>" for word in ("nile", "tiber", "rhine", "loire")[:n]]
+        return [*searches, "<think>a</think><answer>x</answer>"], "x", [None] * (n - 1) + ["x"]
+
+    totals = [tr.reward.score(*steps(n)).total for n in (1, 2, 3, 4)]
+    assert len(set(totals)) > 1, "if all are equal the rounding is needless"
+    assert tr.rewards_of([SimpleNamespace(total=total) for total in totals]).unique().tolist() == [2.3]
+
+
 def test_a_group_of_one_is_refused():
     with pytest.raises(DataError, match="--num_generations 1"):
-        tr.check_settings(TrainSettings(num_generations=1))
+        tr.check_settings(TrainSettings(num_generations=1), RolloutSettings())
 
 
 def slow_loss(model, trajectories, advantages, old, ref, epsilon, beta, temperature):
@@ -82,29 +94,34 @@ def test_loss_equals_the_slow_loop(lora, played):
     assert 0 < stats["clip_ratio"] < batch["completion_mask"].sum()
 
 
-def test_ratio_is_one_and_kl_zero_before_the_first_update(lora, played):
+def test_ratio_is_one_and_kl_zero_while_the_policy_has_not_moved(lora, played):
+    """At learning rate 0 the second pass over the batch recomputes what the first one stored: temperature 0.6."""
     model = lora[0]
-    batch = make_micro_batches(played, torch.ones(len(played)), 16, "cpu")[0]
-    logps, _ = per_token_logps(model, batch, 0.6)
-    batch["old_per_token_logps"] = logps.detach()
-    with torch.no_grad(), model.disable_adapter():
-        batch["ref_per_token_logps"] = per_token_logps(model, batch, 0.6)[0]
-    loss, stats = grpo_loss(logps, batch, 0.2, 0.5)
-    assert stats["kl"] == 0 and stats["clip_ratio"] == 0
-    assert loss.item() == -batch["completion_mask"].sum().item()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    settings = TrainSettings(temperature=0.6, num_iterations=2, beta=0.5, epsilon=1e-6)
+    losses = update(model, optimizer, played, torch.ones(len(played)), 0.0, settings)
+    assert losses["kl"] == 0 and losses["clip_ratio"] == 0
+    assert losses["loss"] == pytest.approx(-1, abs=1e-6)
 
 
-def test_sampling_and_training_agree_on_log_probabilities(lora, world):
+def test_sampling_and_training_agree_on_log_probabilities(lora, world, monkeypatch):
     """What the cache gave while sampling is what the padded training batch gives: same positions, same context."""
     model, tokenizer = lora
-    greedy = rollout(model, tokenizer, world[1][:6], world[0], RolloutSettings(), temperature=0, self_answers=False)
-    batch = make_micro_batches(greedy, torch.ones(6), 6, "cpu")[0]
-    mask = batch["completion_mask"].bool()
-    with torch.no_grad():
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
-                       position_ids=(batch["attention_mask"].cumsum(1) - 1).clamp(min=0)).logits  # fmt: skip
-    best = logits[:, -mask.shape[1] - 1 : -1].argmax(-1)
-    assert (best == batch["input_ids"][:, -mask.shape[1] :])[mask].all()
+    drawn, draw = [], tr.rollout.__globals__["sample"]
+
+    def recording(logits, *arguments):
+        tokens = draw(logits, *arguments)
+        drawn.append(logits.log_softmax(-1).gather(1, tokens[:, None])[0, 0].item())
+        return tokens
+
+    monkeypatch.setitem(tr.rollout.__globals__, "sample", recording)
+    for question in world[1][:4]:
+        drawn.clear()
+        played = rollout(model, tokenizer, [question], world[0], RolloutSettings(), self_answers=False)
+        batch = make_micro_batches(played, torch.ones(1), 1, "cpu")[0]
+        with torch.no_grad():
+            logps = per_token_logps(model, batch, 1.0)[0][batch["completion_mask"].bool()]
+        torch.testing.assert_close(logps, torch.tensor(drawn), atol=1e-4, rtol=1e-4)
 
 
 def test_a_row_alone_and_in_a_padded_batch(lora, played):
@@ -133,17 +150,18 @@ def test_masked_tokens_have_no_gradient_and_cannot_poison_it():
 
 
 def test_passages_have_zero_gradient_through_the_model(lora, played):
-    """The logits of an observation's tokens are never even computed."""
+    """The last layer's state gets a gradient where a sampled token follows, and nowhere else."""
     model = lora[0]
     batch = make_micro_batches(played[:1], torch.ones(1), 1, "cpu")[0]
-    widths = []
-    head = model.get_base_model().get_output_embeddings()
-    hook = head.register_forward_hook(lambda _, inputs, output: widths.append(output.shape[0]))
+    states = []
+    hook = model.get_base_model().base_model.norm.register_forward_hook(lambda *args: states.append(args[2]))
     logps, _ = per_token_logps(model, batch, 1.0)
     hook.remove()
-    assert widths == [played[0].tokens]
-    (gradient,) = torch.autograd.grad(logps.sum(), logps)
-    assert ((logps != 0) == batch["completion_mask"].bool()).all() and gradient.shape == logps.shape
+    batch["old_per_token_logps"] = logps.detach()
+    loss, _ = grpo_loss(logps, batch, 0.2, 0.0)
+    (gradient,) = torch.autograd.grad(loss, states[0])
+    sampled_next = torch.tensor([0] * (len(played[0].prompt_ids) - 1) + played[0].completion_mask + [0]).bool()
+    assert (gradient[0, ~sampled_next] == 0).all() and (gradient[0, sampled_next] != 0).any(1).sum() > 5
 
 
 def test_eos_is_trained_where_it_is_also_the_padding():
@@ -175,20 +193,24 @@ def test_every_adapter_layer_moves(played, checkpointing):
     assert len(norms) == 28 and min(norms.values()) > 0
 
 
-def test_rollouts_leave_the_weights_as_they_were(lora):
-    model = lora[0]
+def test_rollouts_use_the_adapter_and_leave_the_weights_as_they_were(played):
+    model, _ = load_model(TrainSettings())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    model.train()
-    with tr.inference_weights(model):
-        assert not model.training
+    ids = torch.tensor([played[0].prompt_ids])
+    model.eval()
+    with torch.no_grad():
+        adapted = model(ids).logits
+        with model.disable_adapter():
+            assert not torch.allclose(adapted, model(ids).logits, atol=0.1)
+        model.train()
+        with tr.inference_weights(model):
+            assert not model.training
+            torch.testing.assert_close(model(ids).logits, adapted, atol=1e-3, rtol=1e-3)
     assert model.training and all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.zero_()
 
 
 def run(monkeypatch, folder, *arguments):
@@ -208,27 +230,23 @@ def test_two_steps_and_two_more_are_four(monkeypatch, tmp_path, capsys):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     whole.mkdir(), halves.mkdir()
     once = run(monkeypatch, whole, "--steps", "4", "--save_every", "2", "--name", "a")
-    train, stop_after = tr.train, 2
-
-    def stopped(*arguments):
-        settings = arguments[5]
-        monkeypatch.setattr(tr, "metrics_row", lambda step, *rest: step_or_stop(step, *rest))
-        return train(*arguments[:5], settings, *arguments[6:])
-
     row_of = tr.metrics_row
 
-    def step_or_stop(step, *rest):
-        if step == stop_after:
+    def stop_at_step_3(step, *rest):
+        if step == 3:
             raise KeyboardInterrupt
         return row_of(step, *rest)
 
-    monkeypatch.setattr(tr, "train", stopped)
+    monkeypatch.setattr(tr, "metrics_row", stop_at_step_3)
     with pytest.raises(SystemExit, match="--resume"):
         run(monkeypatch, halves, "--steps", "4", "--save_every", "2", "--name", "a")
     monkeypatch.setattr(tr, "metrics_row", row_of)
-    monkeypatch.setattr(tr, "train", train)
     again = halves / "runs" / "a"
-    assert len(log_of(again)) == 2
+    assert len(log_of(again)) == 3, "one more than the checkpoint, which is forgotten and comes again"
+    with open(again / "trajectories.jsonl", "a") as file:
+        file.write('{"step": 2, "text": "a\u2028b"}\n{"step": 3, "te')  # odd characters and a line cut short
+    with pytest.raises(DataError, match="leave out --steps"):
+        tr.main(["--resume", str(again), "--steps", "5"])
     tr.main(["--resume", str(again)])
     assert log_of(again) == log_of(once) and len(log_of(once)) == 4
     weights = [(folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (once, again)]
@@ -242,21 +260,25 @@ def test_two_steps_and_two_more_are_four(monkeypatch, tmp_path, capsys):
     assert len(list(again.parent.parent.iterdir())) == 1, "nothing is written outside the run folder"
 
 
-def test_one_step_in_4bit(monkeypatch, tmp_path):
+def test_one_step_in_4bit(monkeypatch, tmp_path, played):
     pytest.importorskip("bitsandbytes", reason="4-bit needs bitsandbytes")
     folder = run(monkeypatch, tmp_path, "--steps", "1", "--load_in_4bit", "true", "--eval_questions", "", "--name", "q")
-    (row,) = log_of(folder)
-    assert row["grad_norm"] > 0 and math.isfinite(row["loss"])
+    assert math.isfinite(log_of(folder)[0]["loss"]) and json.loads((folder / "config.json").read_text())["load_in_4bit"]
     model, _ = load_model(TrainSettings(load_in_4bit=True), folder / "adapter")
-    assert any("4bit" in type(module).__name__.lower() for module in model.modules())
+    assert sum("4bit" in type(module).__name__.lower() for module in model.modules()) == 28
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    update(model, optimizer, played, torch.linspace(-1, 1, len(played)), 1e-3, TrainSettings())
     assert all(p.norm() > 0 for name, p in model.named_parameters() if "lora_B" in name)
 
 
 def test_4bit_without_bitsandbytes_is_one_line(monkeypatch):
-    monkeypatch.setattr(tr.importlib.util, "find_spec", lambda name: None)
+    find = tr.importlib.util.find_spec
+    monkeypatch.setattr(tr.importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
     with pytest.raises(DataError, match="bitsandbytes, which is not installed"):
-        load_model(TrainSettings(load_in_4bit=True))
-    assert load_model(TrainSettings())[0] is not None
+        tr.resolve_4bit(TrainSettings(load_in_4bit=True))
+    settings = TrainSettings()
+    tr.resolve_4bit(settings)
+    assert settings.load_in_4bit is False
 
 
 def test_a_loaded_adapter_stays_trainable(lora, tmp_path):
@@ -274,6 +296,8 @@ def test_a_loaded_adapter_stays_trainable(lora, tmp_path):
 @pytest.mark.parametrize("arguments, message", [
     (["--reward", "magic"], "--reward magic: choose one of autosearch"),
     (["--steps", "0"], "--steps 0"),
+    (["--topk", "0"], "--topk 0"),
+    (["--seed", "-1"], "--seed -1"),
     (["--questions", "nowhere.jsonl"], "nowhere.jsonl"),
     (["--questions", str(WORLD / "train_corpus.jsonl")], "train_corpus.jsonl"),
     (["--corpus", str(WORLD / "train.jsonl")], "train.jsonl"),
@@ -300,7 +324,7 @@ def test_stepsearch_needs_supporting_titles(monkeypatch, tmp_path):
 def test_every_kind_of_reward_trains(monkeypatch, tmp_path, name):
     folder = run(monkeypatch, tmp_path, "--steps", "1", "--reward", name, "--eval_questions", "", "--name", "r")
     (row,) = log_of(folder)
-    assert row["reward"] != 0 and row["grad_norm"] >= 0
+    assert row["reward"] != 0 and math.isfinite(row["grad_norm"])
     saved = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
     assert (saved["self_answer_0"] is not None) == (name == "autosearch-t0")
 
