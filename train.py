@@ -51,20 +51,15 @@ from rollout import RolloutSettings, load_tokenizer, rollout, setting
 HERE = Path(__file__).resolve().parent
 
 
-def shipped(path):
-    """A file or folder that comes with the project, as seen from the working directory."""
-    return os.path.relpath(HERE / path)
-
-
 @dataclass
 class TrainSettings:
     """Everything about a training run that is not about a single rollout."""
 
-    model: str = setting(shipped("data/tiny_model"), "folder or hub name of a causal LM")
-    corpus: str = setting(shipped("data/tinyworld/train_corpus.jsonl"), "passages to search in while training")
-    questions: str = setting(shipped("data/tinyworld/train.jsonl"), "questions to train on")
-    eval_corpus: str = setting(shipped("data/tinyworld/dev_corpus.jsonl"), "passages for the held-out questions")
-    eval_questions: str = setting(shipped("data/tinyworld/dev.jsonl"), "held-out questions; '' for none")
+    model: str = setting(str(HERE / "data/tiny_model"), "folder or hub name of a causal LM")
+    corpus: str = setting(str(HERE / "data/tinyworld/train_corpus.jsonl"), "passages to search in while training")
+    questions: str = setting(str(HERE / "data/tinyworld/train.jsonl"), "questions to train on")
+    eval_corpus: str = setting(str(HERE / "data/tinyworld/dev_corpus.jsonl"), "passages for the held-out questions")
+    eval_questions: str = setting(str(HERE / "data/tinyworld/dev.jsonl"), "held-out questions; '' for none")
     eval_limit: int | None = setting(None, "use only the first so many held-out questions")
     eval_batch_size: int = setting(128, "held-out questions rolled out together")
     retriever_url: str | None = setting(None, "search server (Search-R1's protocol) to use instead of the corpora")
@@ -436,9 +431,6 @@ def check_settings(settings, rollout_settings):
             raise DataError(f"--{name} {value}: must be 1 or more")
     if not 0 <= settings.seed < 2**32:
         raise DataError(f"--seed {settings.seed}: must be from 0 to 4294967295")
-    if settings.name and not settings.resume and (Path("runs") / settings.name).exists():
-        raise DataError(f"--name {settings.name}: runs/{settings.name} exists; go on with it by --resume "
-                        f"runs/{settings.name}, or choose another name")  # fmt: skip
     if settings.num_generations < 2:
         raise DataError(f"--num_generations {settings.num_generations}: a group needs 2 or more rollouts to compare")
     if settings.temperature <= 0:
@@ -474,6 +466,9 @@ def main(arguments=None):
     weights = check_settings(settings, rollout_settings)
     if not resumed:
         resolve_4bit(settings)
+        if settings.name and (Path("runs") / settings.name).exists():
+            raise DataError(f"--name {settings.name}: runs/{settings.name} exists; go on with it by --resume "
+                            f"runs/{settings.name}, or choose another name")  # fmt: skip
     torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves behind
     questions = load_questions(settings.questions)
     check_questions(questions, weights, settings)

@@ -175,7 +175,7 @@ def test_policy_written_information_is_trained_text(bpe_model, bpe_tokenizer, sc
 
 
 def test_a_long_query_is_cut(bpe_model, bpe_tokenizer, script):
-    script(bpe_tokenizer, ["<search>" + "lune " * 1000 + "</search>", "<answer>x</answer>"])
+    script(bpe_tokenizer, ["<search>" + "une" * 1667 + "</search>", "<answer>x</answer>"])
     retriever = CountingRetriever()
     play(bpe_model, bpe_tokenizer, retriever, RolloutSettings(max_turn_tokens=6000, max_context=20000))
     assert [len(query) for query in retriever.asked] == [RolloutSettings.max_query_chars]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import WORLD
 
+import rollout as ro
 import train as tr
 from retriever import DataError
 from rollout import RolloutSettings, Trajectory, rollout
@@ -107,14 +108,14 @@ def test_ratio_is_one_and_kl_zero_while_the_policy_has_not_moved(lora, played):
 def test_sampling_and_training_agree_on_log_probabilities(lora, world, monkeypatch):
     """What the cache gave while sampling is what the padded training batch gives: same positions, same context."""
     model, tokenizer = lora
-    drawn, draw = [], tr.rollout.__globals__["sample"]
+    drawn, draw = [], ro.sample
 
     def recording(logits, *arguments):
         tokens = draw(logits, *arguments)
         drawn.append(logits.log_softmax(-1).gather(1, tokens[:, None])[0, 0].item())
         return tokens
 
-    monkeypatch.setitem(tr.rollout.__globals__, "sample", recording)
+    monkeypatch.setattr(ro, "sample", recording)
     for question in world[1][:4]:
         drawn.clear()
         played = rollout(model, tokenizer, [question], world[0], RolloutSettings(), self_answers=False)
@@ -261,11 +262,11 @@ def test_two_steps_and_two_more_are_four(monkeypatch, tmp_path, capsys):
 
 
 def test_one_step_in_4bit(monkeypatch, tmp_path, played):
-    pytest.importorskip("bitsandbytes", reason="4-bit needs bitsandbytes")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="4-bit needs bitsandbytes")
     folder = run(monkeypatch, tmp_path, "--steps", "1", "--load_in_4bit", "true", "--eval_questions", "", "--name", "q")
     assert math.isfinite(log_of(folder)[0]["loss"]) and json.loads((folder / "config.json").read_text())["load_in_4bit"]
     model, _ = load_model(TrainSettings(load_in_4bit=True), folder / "adapter")
-    assert sum("4bit" in type(module).__name__.lower() for module in model.modules()) == 28
+    assert sum(isinstance(module, bitsandbytes.nn.Linear4bit) for module in model.modules()) == 28
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     update(model, optimizer, played, torch.linspace(-1, 1, len(played)), 1e-3, TrainSettings())
     assert all(p.norm() > 0 for name, p in model.named_parameters() if "lora_B" in name)
