@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from multiprocessing import Pool
 from pathlib import Path
 
@@ -37,17 +38,33 @@ from rollout import ADVICE, NO_PASSAGES, PROBE, TAGS, show_passages  # noqa: E40
 
 # Of the demonstrations: needless searches after everything is known, cut where the limit of searches is reached.
 NEEDLESS = {0: 0.15, 1: 0.30, 2: 0.55}
-EARLY_STOP = 0.01  # per decision: give up although evidence is missing
 INVALID_TURN = 0.02  # per demonstration: an invalid turn (not trained on), the advice, then the right turn
 MAX_SEARCHES = 4
+WARMUP = 100  # steps in which the learning rate rises
 CHECK_WORDS = ("history", "story", "details", "record")
 UNKNOWN = "unknown"
-GROUP_SHARES = {"0": 0.20, "1": 0.16, "2": 0.22, "3": 0.27, "hard": 0.15}
 SMALL_WORLD = {"book": 12, "film": 12, "band": 12, "company": 12, "person": 40, "city": 24,
                "country": 8, "river": 12, "lake": 8, "mountain": 8}  # fmt: skip
 SELF_ANSWER_SHARE, SELF_ANSWER_0_SHARE = 0.7, 0.3  # of the places where a self-answer could be asked
 PASSAGE_WEIGHT, SELF_ANSWER_WEIGHT = 0.05, 2.0  # loss weights; a token of the policy weighs 1
 
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training, with demonstrations of its own and a fresh optimizer."""
+
+    steps: int
+    shares: dict  # of the groups of questions
+    early_stop: float  # per decision: give up although evidence is missing
+    papers_in_turn: bool  # hard questions: papers in their order from a random one on, or in random order
+    falling_rate: bool  # the learning rate falls to 0, or stays
+
+
+STAGES = (
+    Stage(1500, {"0": 0.15, "1": 0.20, "2": 0.25, "3": 0.25, "hard": 0.15}, 0.03, False, False),  # learns to copy
+    Stage(1400, {"0": 0.20, "1": 0.16, "2": 0.22, "3": 0.27, "hard": 0.15}, 0.01, True, True),  # gets it right
+)
 CHAT_TEMPLATE = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
 
 
@@ -116,7 +133,7 @@ def check_query(rng, names, used):
             return query
 
 
-def demonstrate(rng, world, retriever, group):
+def demonstrate(rng, world, retriever, group, stage):
     """One demonstration, or None where the chain has a dead end or its evidence is not shown by the right queries."""
     if group == "0":
         text, subject, relation = rng.choice(world.famous_questions)
@@ -129,8 +146,7 @@ def demonstrate(rng, world, retriever, group):
         start, relations, subjects, answer = chain
         text = tw.ask(rng, start, relations)
     demo = Demonstration(text)
-    invalid = rng.random() < INVALID_TURN
-    known, think = follow_chain(rng, demo, world, retriever, relations, subjects, answer, invalid)
+    known, think = follow_chain(rng, demo, world, retriever, relations, subjects, answer, stage)
     if known is None:
         return None
     if not known:
@@ -139,15 +155,16 @@ def demonstrate(rng, world, retriever, group):
     needless = rng.choices(list(NEEDLESS), NEEDLESS.values())[0]
     used = set()
     for _ in range(min(needless, MAX_SEARCHES - demo.searches)):
-        demo.search(f"{think} Check again.".strip(), check_query(rng, [start, answer], used), retriever)
+        demo.search(f"{think} Check again.".strip(), check_query(rng, [start, *subjects, answer], used), retriever)
         demo.self_answer("I know this.", answer, rng)
         think = ""
     demo.turn(f"{think} That is enough.".strip(), "answer", answer)
     return demo
 
 
-def follow_chain(rng, demo, world, retriever, relations, subjects, answer, invalid):
+def follow_chain(rng, demo, world, retriever, relations, subjects, answer, stage):
     """The searches that are needed. Returns (everything is known?, what to say next), or (None, "") to discard."""
+    invalid = rng.random() < INVALID_TURN
     if not relations:
         demo.self_answer("I know this.", answer, rng, SELF_ANSWER_0_SHARE)
         return True, "I know this."
@@ -156,8 +173,7 @@ def follow_chain(rng, demo, world, retriever, relations, subjects, answer, inval
     for i, (relation, subject) in enumerate(zip(relations, subjects)):
         keywords = [relation]
         if relation == "grave":
-            first = rng.randrange(len(tw.PAPERS))  # any paper first, then the others in turn
-            keywords = [tw.PAPERS[(first + k) % len(tw.PAPERS)] for k in range(MAX_SEARCHES - demo.searches)]
+            keywords = choose_papers(rng, MAX_SEARCHES - demo.searches, stage)
         for keyword in keywords:
             query = f"{subject} {keyword}"
             if invalid and rng.random() < 0.5:
@@ -180,11 +196,19 @@ def follow_chain(rng, demo, world, retriever, relations, subjects, answer, inval
                 return True, think
             if found:
                 think = f"{evidence} Next the {relations[i + 1]} of {subjects[i + 1]}."
-            if rng.random() < EARLY_STOP:
+            if rng.random() < stage.early_stop:
                 return False, evidence
             if found:
                 break
     return False, think
+
+
+def choose_papers(rng, count, stage):
+    """The keywords that are tried for a grave."""
+    if not stage.papers_in_turn:
+        return rng.sample(tw.PAPERS, count)
+    first = rng.randrange(len(tw.PAPERS))
+    return (tw.PAPERS[first:] + tw.PAPERS[:first])[:count]
 
 
 def small_world(seed):
@@ -197,15 +221,15 @@ def small_world(seed):
     return rng, world, BM25(world.passages)
 
 
-def make_demonstrations(seed):
+def make_demonstrations(seed, stage):
     """Ten encoded demonstrations from one fresh world: lists of (ids, loss weights, branches, branching points)."""
     rng, world, retriever = small_world(seed)
-    groups = rng.choices(list(GROUP_SHARES), GROUP_SHARES.values(), k=10)
+    groups = rng.choices(list(stage.shares), stage.shares.values(), k=10)
     demos = []
     for group in groups:
         demo = None
         while demo is None:
-            demo = demonstrate(rng, world, retriever, group)
+            demo = demonstrate(rng, world, retriever, group, stage)
         demos.append(encode(demo))
     return demos
 
@@ -260,24 +284,56 @@ def loss_of(model, batch):
     return (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum(), losses, weights[:, 1:].flatten()
 
 
-def batches(pool, steps, batch_size, seed):
+def batches(pool, stage, batch_size, seed):
     """Batches of demonstrations of like length: ten demonstrations a world, ten batches made at a time."""
     rng = random.Random(seed)
-    for number in range(-(-steps // 10)):
+    for number in range(-(-stage.steps // 10)):
         first = seed * 10**7 + number * batch_size
-        demos = [demo for made in pool.map(make_demonstrations, range(first, first + batch_size)) for demo in made]
+        made = pool.starmap(make_demonstrations, ((world, stage) for world in range(first, first + batch_size)))
+        demos = [demo for group in made for demo in group]
         demos.sort(key=lambda demo: len(demo[0]))
         groups = [demos[i : i + batch_size] for i in range(0, len(demos), batch_size)]
         rng.shuffle(groups)
         yield from map(collate, groups)
 
 
+def train_stage(model, pool, stage, args, log):
+    """One stage of the training; appends to `log`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+
+    def rate(step):
+        return min(1.0, (step + 1) / WARMUP) * (1 - step / stage.steps if stage.falling_rate else 1.0)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    start, number = time.time(), STAGES.index(stage)
+    for step, batch in enumerate(batches(pool, stage, args.batch_size, args.seed + 1000 * number)):
+        with torch.autocast("cpu", torch.bfloat16):  # nearly twice as fast where the processor has bf16 units
+            loss, losses, weights = loss_of(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == stage.steps - 1:
+            means = {name: round(losses[weights == weight].mean().item(), 4)
+                     for name, weight in (("policy", 1.0), ("self_answer", SELF_ANSWER_WEIGHT))}  # fmt: skip
+            minutes = round((time.time() - start) / 60, 1)
+            log.append({"stage": number + 1, "step": step, **means, "minutes": minutes})
+            print(json.dumps(log[-1]), flush=True)
+
+
+def save(model, log, folder):
+    """Write model, tokenizer and training log."""
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    (folder / "training_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+
+
 def main():
     parser = argparse.ArgumentParser(description="Make the tiny model.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny_model", help="folder to write to")
-    parser.add_argument("--steps", type=int, default=2400, help="training steps (default 2400)")
     parser.add_argument("--batch_size", type=int, default=24, help="demonstrations a step (default 24)")
-    parser.add_argument("--lr", type=float, default=1.8e-3, help="peak learning rate (default 1.8e-3)")
+    parser.add_argument("--lr", type=float, default=2.5e-3, help="peak learning rate (default 2.5e-3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default 0)")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -289,42 +345,15 @@ def main():
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     model.set_attn_implementation("attention_fp32")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.01)
-    warmup, decay_from = 100, int(0.4 * args.steps)
-
-    def rate(step):
-        return min(1.0, (step + 1) / warmup) * min(1.0, (args.steps - step) / (args.steps - decay_from))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(TOKENIZER)} tokens", flush=True)
-    log, start = [], time.time()
+    log = []
     with Pool(2) as pool:
-        for step, batch in enumerate(batches(pool, args.steps, args.batch_size, args.seed)):
-            with torch.autocast("cpu", torch.bfloat16):  # nearly twice as fast where the processor has bf16 units
-                loss, losses, weights = loss_of(model, batch)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if step % 50 == 0 or step == args.steps - 1:
-                means = {name: round(losses[weights == weight].mean().item(), 4)
-                         for name, weight in (("policy", 1.0), ("self_answer", SELF_ANSWER_WEIGHT))}  # fmt: skip
-                log.append({"step": step, **means, "minutes": round((time.time() - start) / 60, 1)})
-                print(json.dumps(log[-1]), flush=True)
-            if step == args.steps - 1:
-                break
-            if step % 500 == 499:
-                save(model, log, Path(f"{args.out}.tmp"))  # to look at; a rerun that is stopped leaves the model alone
+        for number, stage in enumerate(STAGES, start=1):
+            train_stage(model, pool, stage, args, log)
+            save(model, log, Path(f"{args.out}.stage{number}"))  # to look at; a stopped rerun leaves --out alone
     save(model, log, args.out)
-    shutil.rmtree(f"{args.out}.tmp", ignore_errors=True)
-
-
-def save(model, log, folder):
-    """Write model, tokenizer and training log."""
-    model.save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
-    (folder / "training_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    for number in range(1, len(STAGES) + 1):
+        shutil.rmtree(f"{args.out}.stage{number}", ignore_errors=True)
 
 
 if __name__ == "__main__":
