@@ -502,7 +502,8 @@ def show(pairs, count, where=None):
 
 def provenance(model, adapter, files, **settings):
     """What a report depends on, for its `settings`: also the SHA-256 of files ({name: path}), the prompt, versions."""
-    hashes = {f"{name}_sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest() for name, path in files.items()}
+    hashes = {f"{name}_sha256": hashlib.sha256(Path(rollout.locate(path)).read_bytes()).hexdigest()
+              for name, path in files.items()}
     versions = {name: version(name) for name in ("torch", "transformers", "numpy", "rank-bm25")}
     return {"model": model, "adapter": adapter, **files, **hashes, **settings, "prompt": rollout.SYSTEM_PROMPT,
             "normaliser": "reward.normalize_answer", "versions": {"python": sys.version.split()[0], **versions}}
@@ -525,9 +526,9 @@ def _evaluate(args, config, settings):
         adapter = next((path for path in (f"{args.run}/adapter", f"{args.run}/adapter.old") if Path(path).exists()), "")
     if adapter is not None and not Path(adapter or "?").is_dir():
         raise DataError(f"{adapter or args.run}: there is no adapter")
-    questions = load_questions(given["questions"])[: args.limit]
-    retriever = SearchClient(url) if url else BM25(load_corpus(given["corpus"]))
-    policy = rollout.load_policy(given["model"], adapter)
+    questions = load_questions(rollout.locate(given["questions"]))[: args.limit]
+    retriever = SearchClient(url) if url else BM25(load_corpus(rollout.locate(given["corpus"])))
+    policy = rollout.load_policy(rollout.locate(given["model"]), adapter)
     trajectories = evaluate(*policy, questions, retriever, settings, args.temperature, args.seed, args.batch_size,
                             args.samples)
     made_with = {key: getattr(args, key) for key in ("temperature", "samples", "seed", "limit")} | asdict(settings)

@@ -10,11 +10,13 @@ asked for an intermediate answer (self-answer), on a branch that is thrown away.
 """
 
 import logging
+import os
 import re
 import time
 import unicodedata
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
@@ -118,6 +120,12 @@ class Trajectory:
         question = {key: row[key] for key in ("id", "question", "golden_answers", "metadata")}
         return cls(question, [Turn(**turn) for turn in row["turns"]], stop=row["stop"], seconds=row["seconds"],
                    self_answer_0=row["self_answer_0"], saved_tokens=row["tokens"])  # fmt: skip
+
+
+def locate(path):
+    """A path as given or, where nothing is there, as seen from the project's folder, for the files that ship with it."""
+    beside = Path(__file__).resolve().parent / path
+    return str(beside) if not os.path.exists(path) and beside.exists() else path
 
 
 def load_tokenizer(model_path):

@@ -46,20 +46,18 @@ from eval import (
     write_text,
 )
 from retriever import BM25, DataError, SearchClient, SearchError, load_corpus, load_questions
-from rollout import RolloutSettings, load_tokenizer, rollout, setting
-
-HERE = Path(__file__).resolve().parent
+from rollout import RolloutSettings, load_tokenizer, locate, rollout, setting
 
 
 @dataclass
 class TrainSettings:
     """Everything about a training run that is not about a single rollout."""
 
-    model: str = setting(str(HERE / "data/tiny_model"), "folder or hub name of a causal LM")
-    corpus: str = setting(str(HERE / "data/tinyworld/train_corpus.jsonl"), "passages to search in while training")
-    questions: str = setting(str(HERE / "data/tinyworld/train.jsonl"), "questions to train on")
-    eval_corpus: str = setting(str(HERE / "data/tinyworld/dev_corpus.jsonl"), "passages for the held-out questions")
-    eval_questions: str = setting(str(HERE / "data/tinyworld/dev.jsonl"), "held-out questions; '' for none")
+    model: str = setting("data/tiny_model", "folder or hub name of a causal LM")
+    corpus: str = setting("data/tinyworld/train_corpus.jsonl", "passages to search in while training")
+    questions: str = setting("data/tinyworld/train.jsonl", "questions to train on")
+    eval_corpus: str = setting("data/tinyworld/dev_corpus.jsonl", "passages for the held-out questions")
+    eval_questions: str = setting("data/tinyworld/dev.jsonl", "held-out questions; '' for none")
     eval_limit: int | None = setting(None, "use only the first so many held-out questions")
     eval_batch_size: int = setting(128, "held-out questions rolled out together")
     retriever_url: str | None = setting(None, "search server (Search-R1's protocol) to use instead of the corpora")
@@ -330,8 +328,9 @@ def load_model(settings, adapter=None):
     dtype = torch.bfloat16 if cuda else torch.float32
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                       bnb_4bit_compute_dtype=dtype) if in_4bit else None  # fmt: skip
-    tokenizer = load_tokenizer(settings.model)
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, quantization_config=quantization,
+    model_path = locate(settings.model)
+    tokenizer = load_tokenizer(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization,
                                                  device_map={"": "cuda:0" if cuda else "cpu"})  # fmt: skip
     for name in ("final_logit_softcapping", "logit_scale"):
         if getattr(model.config, name, None):
@@ -414,7 +413,8 @@ def package_version(package):
 def git_commit():
     """The commit of the code, None outside a repository."""
     try:
-        result = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True)
+        here = Path(__file__).resolve().parent
+        result = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True)
     except OSError:
         return None
     return result.stdout.strip() or None
@@ -470,14 +470,14 @@ def main(arguments=None):
             raise DataError(f"--name {settings.name}: runs/{settings.name} exists; go on with it by --resume "
                             f"runs/{settings.name}, or choose another name")  # fmt: skip
     torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves behind
-    questions = load_questions(settings.questions)
+    questions = load_questions(locate(settings.questions))
     check_questions(questions, weights, settings)
-    dev = load_questions(settings.eval_questions)[: settings.eval_limit] if settings.eval_questions else []
+    dev = load_questions(locate(settings.eval_questions))[: settings.eval_limit] if settings.eval_questions else []
     if settings.retriever_url:
         retriever = dev_retriever = SearchClient(settings.retriever_url)
     else:
-        retriever = BM25(load_corpus(settings.corpus))
-        dev_retriever = BM25(load_corpus(settings.eval_corpus)) if dev else None
+        retriever = BM25(load_corpus(locate(settings.corpus)))
+        dev_retriever = BM25(load_corpus(locate(settings.eval_corpus))) if dev else None
     set_seed(settings.seed)
     checkpoint = find_checkpoint(resumed) if resumed else None
     model, tokenizer = load_model(settings, checkpoint)

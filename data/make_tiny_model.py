@@ -1,6 +1,6 @@
 """Make the tiny model: a Qwen2 of 0.9 million parameters, trained from scratch on demonstrations (the cold start).
 
-    python data/make_tiny_model.py                 # writes data/tiny_model/; about half an hour on two cores
+    python data/make_tiny_model.py                 # writes data/tiny_model/; about 40 minutes on two cores
 
 It learns the protocol, to copy, to follow chains of facts, the famous facts and the self-answer, from demonstrations
 that over-search as policies trained on final answers do: most go on checking for one or two searches after everything
