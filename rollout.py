@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # before its import, at which it warns of an optional kernel
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer
@@ -25,8 +27,6 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 import reward
 from retriever import DataError
-
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of an optional kernel as soon as peft is imported
 
 TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")
 PROBE = "\n\nMy best answer from what I know so far:\n"
@@ -123,7 +123,7 @@ class Trajectory:
 
 
 def locate(path):
-    """A path as given or, where nothing is there, as seen from the project's folder, for the files that ship with it."""
+    """A path as given or, where nothing is there, seen from the project's folder: for the files that ship with it."""
     beside = Path(__file__).resolve().parent / path
     return str(beside) if not os.path.exists(path) and beside.exists() else path
 

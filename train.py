@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, set_seed
+from transformers import BitsAndBytesConfig, HfArgumentParser, set_seed
 
 import reward
 from eval import (
@@ -323,6 +323,7 @@ def load_model(settings, adapter=None):
     Returns (model, tokenizer). Raises DataError for a model whose logits the loss would get wrong.
     """
     from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM
 
     cuda, in_4bit = torch.cuda.is_available(), settings.load_in_4bit
     dtype = torch.bfloat16 if cuda else torch.float32
