@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import BitsAndBytesConfig, HfArgumentParser, set_seed
+from transformers import BitsAndBytesConfig, HfArgumentParser
 
 import reward
 from eval import (
@@ -90,7 +90,7 @@ def train(model, tokenizer, optimizer, questions, retriever, settings, rollout_s
     for step in bar:
         start, seconds = time.perf_counter(), {}  # seconds by phase
         step_seed = (settings.seed * 1_000_003 + step) % 2**32
-        set_seed(step_seed)  # a step depends on nothing but the seed, its number and the weights
+        torch.manual_seed(step_seed)  # a step depends on nothing but the seed, its number and the weights
         batch = draw_questions(questions, settings, step)
         with inference_weights(model):
             trajectories = rollout(
@@ -330,7 +330,10 @@ def load_model(settings, adapter=None):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                       bnb_4bit_compute_dtype=dtype) if in_4bit else None  # fmt: skip
     model_path = locate(settings.model)
-    tokenizer = load_tokenizer(model_path)
+    try:
+        tokenizer = load_tokenizer(model_path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--model {settings.model}: no model there: {str(error).splitlines()[0]}") from None
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization,
                                                  device_map={"": "cuda:0" if cuda else "cpu"})  # fmt: skip
     for name in ("final_logit_softcapping", "logit_scale"):
@@ -479,7 +482,7 @@ def main(arguments=None):
     else:
         retriever = BM25(load_corpus(locate(settings.corpus)))
         dev_retriever = BM25(load_corpus(locate(settings.eval_corpus))) if dev else None
-    set_seed(settings.seed)
+    torch.manual_seed(settings.seed)
     checkpoint = find_checkpoint(resumed) if resumed else None
     model, tokenizer = load_model(settings, checkpoint)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
