@@ -61,7 +61,7 @@ class TrainSettings:
     eval_limit: int | None = setting(None, "use only the first so many held-out questions")
     eval_batch_size: int = setting(128, "held-out questions rolled out together")
     retriever_url: str | None = setting(None, "search server (Search-R1's protocol) to use instead of the corpora")
-    name: str | None = setting(None, "the run is written to runs/NAME; default: the reward and the seed")
+    name: str | None = setting(None, "written to runs/NAME of the current folder; default: reward and seed")
     resume: str | None = setting(None, "run folder to go on with; all other settings come from it")
     reward: str = setting("autosearch", "; ".join(f"{name}: {rules.about}" for name, rules in reward.REWARDS.items()))
     search_cost: float | None = setting(None, "flat cost of a search for --reward search-penalty (0.1 if not given)")
@@ -461,15 +461,16 @@ def main(arguments=None):
     settings, rollout_settings = parser.parse_args_into_dataclasses(arguments)
     resumed = Path(settings.resume) if settings.resume else None
     if resumed:
-        defaults = asdict(TrainSettings(resume=settings.resume)) | asdict(RolloutSettings())
-        asked = asdict(settings) | asdict(rollout_settings)
-        given = [f"--{key}" for key, value in asked.items() if value != defaults[key]]
+        words = [word.split("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)]
+        given = [word for word in words if word.startswith("--") and word != "--resume"]
         if given:
             raise DataError(f"--resume takes all settings from {resumed}: leave out {', '.join(given)}")
         settings, rollout_settings = settings_of(resumed)
     weights = check_settings(settings, rollout_settings)
     if not resumed:
         resolve_4bit(settings)
+        if settings.name and Path(settings.name).name != settings.name:
+            raise DataError(f"--name {settings.name}: must be the name of a folder in runs/, without a path")
         if settings.name and (Path("runs") / settings.name).exists():
             raise DataError(f"--name {settings.name}: runs/{settings.name} exists; go on with it by --resume "
                             f"runs/{settings.name}, or choose another name")  # fmt: skip

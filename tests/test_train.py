@@ -247,7 +247,7 @@ def test_two_steps_and_two_more_are_four(monkeypatch, tmp_path, capsys):
     with open(again / "trajectories.jsonl", "a") as file:
         file.write('{"step": 2, "text": "a\u2028b"}\n{"step": 3, "te')  # odd characters and a line cut short
     with pytest.raises(DataError, match="leave out --steps"):
-        tr.main(["--resume", str(again), "--steps", "5"])
+        tr.main(["--resume", str(again), "--steps", "40"])
     tr.main(["--resume", str(again)])
     assert log_of(again) == log_of(once) and len(log_of(once)) == 4
     weights = [(folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (once, again)]
@@ -304,6 +304,7 @@ def test_a_loaded_adapter_stays_trainable(lora, tmp_path):
     (["--corpus", str(WORLD / "train.jsonl")], "train.jsonl"),
     (["--search_cost", "0.3"], "--search_cost is for"),
     (["--resume", "nowhere"], "nowhere"),
+    (["--name", "../x"], "without a path"),
 ])  # fmt: skip
 def test_bad_settings_stop_before_anything_is_written(monkeypatch, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
