@@ -15,7 +15,7 @@ import re
 import time
 import unicodedata
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # before its import, at which it warns of an optional kernel
@@ -32,6 +32,7 @@ TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>",
 PROBE = "\n\nMy best answer from what I know so far:\n"
 ADVICE = "\n\nThat was no valid action. Think, then search or answer, each inside its own tags.\n\n"
 NO_PASSAGES = "No passages found."
+FORCED = " Search exactly {depth} times before you answer, no more and no less."
 SYSTEM_PROMPT = """Answer the question you are given. Work in turns. Every turn starts with your reasoning inside \
 <think> and </think>, followed by exactly one action. To look something up, write a query: <search> query </search>. \
 The best passages then appear between <information> and </information>, and the next turn begins. When you know \
@@ -318,20 +319,24 @@ def sample(logits, temperature, generator):
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
 
 
-TURN_ENDS = re.compile("</(search|answer)>")
+TURN_ENDS = re.compile("</(?:search|answer)>")
 SELF_ANSWER_ENDS = re.compile("</answer>")
 
 
 @torch.inference_mode()
 def rollout(model, tokenizer, questions, retriever, settings, num_generations=1, temperature=1.0, self_answers=True,
-            ask_before_search=False, system_prompt=SYSTEM_PROMPT, seed=0, phase_seconds=None):  # fmt: skip
+            ask_before_search=False, system_prompt=SYSTEM_PROMPT, seed=0, phase_seconds=None, force_depth=None):  # fmt: skip
     """Play `num_generations` trajectories per question, all at once. Returns them in question order, groups together.
 
     model: a causal LM in eval mode. questions: dicts as `retriever.load_questions` gives them. settings:
     `RolloutSettings`. phase_seconds: a dict to which the time of `rollout`, `self_answer` and `search` is added.
-    Self-answers have a random stream of their own and never change a trajectory. Raises DataError if a prompt leaves no
-    room for a turn.
+    Self-answers have a random stream of their own and never change a trajectory. force_depth: the number of searches
+    that the policy must make (the paper's Figure 2), for evaluation only. Raises DataError if a prompt leaves no room
+    for a turn.
     """
+    if force_depth is not None:
+        settings = replace(settings, max_searches=force_depth)
+        system_prompt += FORCED.format(depth=force_depth)
     clock = Clock(phase_seconds)
     generator, branch_generator = (torch.Generator(model.device).manual_seed(2 * seed + k) for k in (0, 1))
     prompts = [encode_prompt(tokenizer, question["question"], system_prompt) for question in questions]
@@ -356,10 +361,20 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
             trajectory.self_answer_0 = answer
     for turns_left in reversed(range(settings.max_searches + 1)):
         with clock("rollout"):
-            written = batch.write(logits, settings.max_turn_tokens, TURN_ENDS, temperature, generator)
-        for trajectory, ids in zip(live, written):
-            trajectory.append(ids, sampled=True)
-            text = batch.decode(ids)
+            if force_depth is not None and turns_left:
+                written = write_forced_search(batch, logits, settings, temperature, generator)
+            else:
+                if force_depth is not None:  # the answer is asked for as self-answers are
+                    probe = encode(tokenizer, PROBE)
+                    logits = batch.append([probe] * len(live))
+                    for trajectory in live:
+                        trajectory.append(probe, sampled=False)
+                written = batch.write(logits, settings.max_turn_tokens, TURN_ENDS, temperature, generator)
+                written = [[(ids, True)] for ids in written]
+        for trajectory, pieces in zip(live, written):
+            for ids, sampled in pieces:
+                trajectory.append(ids, sampled)
+            text = batch.decode([token for ids, _ in pieces for token in ids])
             trajectory.turns.append(Turn(text, reward.parse_action(text)[0]))
         with clock("search"):
             observations = observe(live, retriever, tokenizer, settings, turns_left)
@@ -379,6 +394,30 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
     for trajectory in trajectories:
         trajectory.seconds = clock.total / len(trajectories)
     return trajectories
+
+
+def write_forced_search(batch, logits, settings, temperature, generator):
+    """A turn that must search: the policy thinks and fills in the query, the environment opens and closes the tag.
+
+    The last token of either part is not in the cache yet and may hold more than its end: the environment writes it anew.
+    Returns each row's [(ids, sampled), ...], in order.
+    """
+    tokenizer, opening, closing = batch.tokenizer, "</think> <search>", " </search>"
+
+    def write(logits, limit, end, addition):
+        sampled, added = [], []
+        for ids in batch.write(logits, limit, end, temperature, generator):
+            text = end.split(batch.decode(ids))[0] + addition
+            sampled.append(ids[:-1])
+            added.append(encode(tokenizer, text[len(tokenizer.decode(ids[:-1])) :]))
+        batch.pending = added
+        return sampled, added
+
+    query_limit = settings.max_turn_tokens // 4
+    thought_limit = settings.max_turn_tokens - query_limit - len(encode(tokenizer, opening + closing))
+    thoughts, openings = write(logits, thought_limit, re.compile("</think>"), opening)
+    queries, closings = write(batch.append([[] for _ in thoughts]), query_limit, TURN_ENDS, closing)
+    return [list(zip(pieces, (True, False, True, False))) for pieces in zip(thoughts, openings, queries, closings)]
 
 
 def observe(live, retriever, tokenizer, settings, turns_left):
