@@ -2,9 +2,12 @@
 
     python eval.py --run runs/NAME                                   # its held-out questions, greedy
     python eval.py --model M [--adapter A] --questions Q.jsonl --corpus C.jsonl --temperature 1 --samples 4
-    python eval.py --compare runs/A runs/B runs/C                    # a table and a figure, from their eval.json
-    python eval.py --curves runs/A runs/B                            # training curves, from their metrics.jsonl
+    python eval.py --run runs/NAME --force_depth 0 1 2 3 4           # the paper's Figure 2: so many searches, no more
     python eval.py --show 3 --run runs/NAME --where "hops==2 and em==0"
+    python eval.py --run runs/NAME --html page.html                  # tables, figures, trajectories in one file
+    python eval.py --compare runs/A runs/B runs/C [--html page.html] # side by side, from what the runs have saved
+    python eval.py --curves runs/A runs/B                            # training curves, from their metrics.jsonl
+    python eval.py --run runs/NAME --ask "Which river ...?"          # watch it; without a text it waits for one
 
 SD is the mean number of executed searches, SE = EM / SD, OSR the share of questions with a right self-answer after a
 search before the last one (section 5 of the paper). Ours: `osr_t0` also counts the self-answer before the first search,
@@ -13,13 +16,17 @@ in `train.py`, here and in the figures comes from `report`.
 """
 
 import ast
+import base64
 import hashlib
+import html
 import json
 import operator
 import os
 import re
 import shutil
+import string
 import sys
+import tempfile
 import textwrap
 import unicodedata
 from contextlib import contextmanager, suppress
@@ -46,19 +53,29 @@ class EvalSettings:
     questions: str | None = setting(None, "questions, JSONL")
     corpus: str | None = setting(None, "corpus, JSONL")
     retriever_url: str | None = setting(None, "search server to use instead of the corpus")
+    trajectories: str | None = setting(None, "saved trajectories, JSONL, to measure and show instead of a policy")
     temperature: float = setting(0.0, "0 is greedy")
     samples: int = setting(1, "trajectories per question, with a temperature above 0")
     batch_size: int = setting(32, "questions rolled out together")
     limit: int | None = setting(None, "only the first so many questions")
     seed: int = setting(0, "of sampling and of the bootstrap")
     by: list[str] | None = setting(None, "metadata keys to group by; none given: hops")
-    out: str | None = setting(None, "write the report to this JSON file")
-    show: int = setting(0, "print so many scored trajectories: with --run alone the last saved, else those just made")
+    force_depth: list[int] | None = setting(None, "make the policy search exactly so often, for each of these numbers")
+    out: str | None = setting(None, "JSON file for the report; none given: eval.json of the run or the current folder")
+    show: int = setting(0, "print so many scored trajectories, by the paper's rewards: with --run alone the last saved")
     where: str | None = setting(None, "which of them, for example \"hops==2 and em==0\"")
+    html: str | None = setting(None, "write tables, figures and --show trajectories (10) to this page")
     compare: list[str] | None = setting(None, "run folders to put side by side: a table, a figure of EM against SD")
     curves: list[str] | None = setting(None, "run folders whose training curves to draw")
+    ask: str | None = setting(None, "a question to answer before your eyes; without a text: wait for questions",
+                              nargs="?", const="")
+    gold: list[str] | None = setting(None, "the right answers to --ask, for the scores")
     decoding: Literal["sampled", "greedy"] = setting("sampled", "which of the two the figure of --compare shows")
-    figure: str | None = setting(None, "figure file, .png or .svg; none given: a PNG beside the runs")
+    figure: str | None = setting(None, "figure file, .png or .svg; none given: beside the runs, or in the run")
+    format: Literal["png", "svg"] = setting("png", "of the figure, where --figure does not name a file")
+
+
+# Metrics
 
 
 def score_trajectory(trajectory, weights=reward.PAPER):
@@ -121,6 +138,7 @@ def _sorted(groups):
 
 
 def _summary(rows, seed, draws=1000):
+    """Means and bootstrap intervals of the rows that `_measure` gave."""
     numbers = {}
     index = np.array([numbers.setdefault(row["question"], len(numbers)) for row in rows])  # (trajectories,)
     sums = np.stack([np.bincount(index, [row[key] for row in rows]) for key in ("em", "sd")])  # (2, questions)
@@ -163,19 +181,22 @@ def depth_against_need(trajectories):
             **{key: float(values.mean()) for key, values in shares.items()}}
 
 
-def evaluate(model, tokenizer, questions, retriever, settings, temperature=0.0, seed=0, batch_size=32, samples=1):
+def evaluate(model, tokenizer, questions, retriever, settings, temperature=0.0, seed=0, batch_size=32, samples=1,
+             force_depth=None):
     """Roll out all questions in order: a list of len(questions) * samples Trajectory, those of a question side by side.
 
     Self-answers are asked for the metrics alone. Greedy results do not depend on `batch_size`; sampled ones do, as on
-    the seed, because the rows of a batch draw from one random stream.
+    the seed, because the rows of a batch draw from one random stream. `force_depth`: see `rollout.rollout`.
     """
     trajectories = []
     for start in tqdm(range(0, len(questions), batch_size), "evaluation", leave=False, disable=None):
         trajectories += rollout.rollout(
             model, tokenizer, questions[start : start + batch_size], retriever, settings, num_generations=samples,
-            temperature=temperature, ask_before_search=True, seed=seed * 1_000_003 + start)
+            temperature=temperature, ask_before_search=True, seed=seed * 1_000_003 + start, force_depth=force_depth)
     return trajectories
 
+
+# Tables: lists of rows, each a list of cells, or a string that heads the rows after it
 
 METRICS = {"em": ("EM", 3), "f1": ("F1", 3), "sd": ("SD", 2), "se": ("SE", 3), "osr": ("OSR", 3)}  # name, digits
 
@@ -184,8 +205,8 @@ def _number(value, digits=3):
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _aligned(rows):
-    """Rows of cells as lines, the first column left, the others right; a row that is a string stands as it is."""
+def as_text(rows):
+    """Rows as lines, the first column left, the others right."""
     columns = zip(*(row for row in rows if not isinstance(row, str)), strict=True)
     widths = [max(map(len, column)) for column in columns]
     return "\n".join(row if isinstance(row, str) else row[0].ljust(widths[0]) + "".join(
@@ -201,26 +222,37 @@ def _groups(result):
     return {("", "all"): result, **{(key, name): r for key, group in result["by"].items() for name, r in group.items()}}
 
 
-def report_table(result):
-    """A report as text: all questions, every group, then depth against need where it is known."""
+def report_rows(result):
+    """A report as rows: all questions, then every group."""
     rows = [["", "EM", "95%", "F1", "SD", "95%", "SE", "OSR", "OSR_t0", "valid", "tokens", "sec", "n"]]
     for group, r in _groups(result).items():
         em, sd = (f"{r['ci'][key][0]:.{d}f}-{r['ci'][key][1]:.{d}f}" for key, d in (("em", 3), ("sd", 2)))
         rows.append([_label(*group), _number(r["em"]), em, _number(r["f1"]), _number(r["sd"], 2), sd, *(
             _number(r[key]) for key in ("se", "osr", "osr_t0", "valid_action_ratio")), _number(r["tokens"], 0),
             _number(r["seconds"], 2), str(r["n"])])
-    text, depth = _aligned(rows), result["depth"]
-    if depth:
-        rows = [["searches made", *next(iter(depth["matrix"].values()))]]
-        rows += [["  " + _label("hops", need), *map(str, row.values())] for need, row in depth["matrix"].items()]
-        shares = "".join(f"{key} {depth[key]:.3f}   " for key in ("under", "exact", "over"))
-        text += (f"\n\n{_aligned(rows)}\n{shares}needless searches {depth['needless']:.2f}   "
-                 f"rank correlation {_number(depth['spearman'], 2)}")
+    return rows
+
+
+def depth_rows(depth):
+    """Depth against need as rows, and its summary as a line."""
+    rows = [["searches made", *next(iter(depth["matrix"].values()))]]
+    rows += [["  " + _label("hops", need), *map(str, row.values())] for need, row in depth["matrix"].items()]
+    shares = "".join(f"{key} {depth[key]:.3f}   " for key in ("under", "exact", "over"))
+    return rows, (f"{shares}needless searches {depth['needless']:.2f}   "
+                  f"rank correlation {_number(depth['spearman'], 2)}")
+
+
+def report_table(result):
+    """A report as text: all questions, every group, then depth against need where it is known."""
+    text = as_text(report_rows(result))
+    if result["depth"]:
+        rows, line = depth_rows(result["depth"])
+        text += f"\n\n{as_text(rows)}\n{line}"
     return text
 
 
-def before_after_table(result):
-    """{"before": {"sampled": R, "greedy": R}, "after": the same} as text of at most 100 columns, before -> after."""
+def before_after_rows(result):
+    """{"before": {"sampled": R, "greedy": R}, "after": the same} as rows of before -> after."""
     rows = [["", *(title for title, _ in METRICS.values()), "n"]]
     for decoding in ("sampled", "greedy"):
         sides = [result.get(side, {}).get(decoding) for side in ("before", "after")]
@@ -230,7 +262,25 @@ def before_after_table(result):
             pair = before.get(group, {}), after.get(group, {})
             cells = [" -> ".join(_number(side.get(key), d) for side in pair) for key, (_, d) in METRICS.items()]
             rows.append(["  " + _label(*group), *cells, str(r["n"])])
-    return _aligned(rows)
+    return rows
+
+
+def before_after_table(result):
+    """`before_after_rows` as text of at most 100 columns."""
+    return as_text(before_after_rows(result))
+
+
+def forced_rows(forced):
+    """{depth: R}, R with the policy made to search so often, as rows: EM, then OSR, by depth and group."""
+    rows = [["searches forced", *forced]]
+    for key in ("em", "osr"):
+        rows.append(METRICS[key][0])
+        for group in _groups(next(iter(forced.values()))):
+            rows.append(["  " + _label(*group), *(_number(_groups(r)[group][key]) for r in forced.values())])
+    return rows
+
+
+# Files
 
 
 def write_text(path, text):
@@ -256,6 +306,32 @@ def read_lines(path):
         raise DataError(f"{path}: there is no complete line in it yet")
     return records
 
+
+def save_trajectories(path, pairs):
+    """Write [(Trajectory, Score)] as JSONL."""
+    rows = ({**trajectory.to_dict(), "score": asdict(score)} for trajectory, score in pairs)
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_trajectories(path):
+    """[(Trajectory, Score)] of a file that `save_trajectories` or `train.py` wrote. Raises DataError, OSError."""
+    pairs = []
+    for number, row in enumerate(read_lines(path), start=1):
+        try:
+            score = reward.Score(*(row["score"][key] for key in ("parts", "t_c", "em", "f1")))
+            pairs.append((rollout.Trajectory.from_dict(row), score))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}: record {number} is no trajectory: {error!r}") from None
+    return pairs
+
+
+def update_json(path, **entries):
+    """Set top-level entries of a JSON file, which need not exist yet."""
+    content = read_json(path) if Path(path).exists() else {}
+    write_text(path, json.dumps(content | entries, indent=1))
+
+
+# Figures
 
 # Okabe and Ito's colours, told apart by colour-blind readers; dashes and markers say the same where it is printed grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
@@ -322,12 +398,35 @@ def plot_curves(run_dirs, out_path):
                 ax.annotate(name[:24], (1.02, last), xycoords="axes fraction", color=colour, va="center", fontsize=7.5)
 
 
+def plot_forced(forced, path, name):
+    """The paper's Figure 2 from {depth: R}: accuracy and over-search ratio by forced depth, a panel per group."""
+    groups = list(_groups(next(iter(forced.values()))))
+    depths = [int(depth) for depth in forced]
+    title = f"{name}, made to search exactly so often: accuracy rises to the need, the over-search ratio goes on"
+    with _figure(path, len(groups), len(groups), (2.2, 2.6), title, sharey=True) as (_, axes):
+        for ax, group in zip(axes, groups, strict=True):
+            for i, key in enumerate(("em", "osr")):
+                ax.plot(depths, [_groups(r)[group][key] for r in forced.values()], color=COLOURS[i], marker=MARKERS[i],
+                        linestyle=DASHES[i], clip_on=False, label={"em": "EM", "osr": "over-search ratio"}[key])
+            ax.set(title=_label(*group), xlabel="searches forced", xticks=depths, ylim=(0, 1.05))
+            if group[0] == "hops" and group[1].isdecimal():
+                ax.axvline(int(group[1]), color="#7d6e48", linewidth=0.8, zorder=0)
+                ax.annotate("need", (int(group[1]), 1.04), color="#7d6e48", fontsize=7.5, ha="center", va="bottom",
+                            annotation_clip=False)
+        axes[0].set_ylabel("share of questions")
+        axes[0].legend(frameon=False, fontsize=8)
+
+
 NO_SETTING = {"seed", "name", "resume", "commit", "versions", "eval_batch_size", "sample_every", "save_every"}
 BEFORE = "before training"
 
 
-def _arms(run_dirs):
-    """{setting: [{"sampled": R, "greedy": R} of each seed]}; what was measured before training comes first."""
+def load_arms(run_dirs):
+    """Runs side by side, from their eval.json and config.json: {setting: [{"sampled": R, "greedy": R} of each seed]}.
+
+    Runs that differ in the seed alone are one setting; what was measured before training comes first. Raises DataError
+    or OSError where a file is missing or broken.
+    """
     found, before, after = [], {}, {}
     for folder in dict.fromkeys(map(Path, run_dirs)):
         result, config = read_json(folder / "eval.json"), read_json(folder / "config.json")
@@ -354,17 +453,16 @@ def _over_seeds(results, decoding, key, name, metric):
     return float(np.mean(values)) if values else None, float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
-def compare(run_dirs, figure=None, decoding="sampled"):
-    """Runs side by side, from their eval.json and config.json: the text of a table laid out as the paper's Table 1.
+def _groups_of_arms(arms):
+    """The groups of the first report: [("", "all"), (key, group), ...]."""
+    return list(_groups(next(r for results in arms.values() for result in results for r in result.values())))
 
-    Runs that differ in the seed alone are one setting: mean and standard deviation over seeds. `figure`: a file for EM
-    against SD per group, under `decoding`. Raises DataError or OSError where a file is missing or broken.
-    """
-    arms = _arms(run_dirs)
+
+def compare_rows(arms):
+    """`load_arms` as rows, laid out as the paper's Table 1: mean and standard deviation over seeds, per group."""
     rows = [["", *(title for title, _ in METRICS.values()), "runs"]]
-    first = next(r for results in arms.values() for result in results for r in result.values())
-    key = next(iter(first["by"]), "")
-    groups = [("", "all"), *((key, name) for name in [*first["by"].get(key, {}), *["average"] * bool(key)])]
+    groups = _groups_of_arms(arms)
+    groups += [(groups[1][0], "average")] if len(groups) > 1 else []
     for how in ("sampled", "greedy"):
         for group in groups:
             rows.append(f"{how}: {_label(*group)}")
@@ -372,17 +470,21 @@ def compare(run_dirs, figure=None, decoding="sampled"):
                 cells = [_over_seeds(results, how, *group, metric) + (d,) for metric, (_, d) in METRICS.items()]
                 cells = [_number(mean, d) + (f" ±{std:.{d}f}" if std is not None else "") for mean, std, d in cells]
                 rows.append(["  " + label, *cells, str(len(results))])
-    if figure:
-        _plot_compare(arms, groups[1:-1] or groups, decoding, figure)
-    return _aligned(rows)
+    return rows
 
 
-def _plot_compare(arms, groups, decoding, path):
+def plot_compare(arms, decoding, path, forced=None):
+    """EM against SD, a panel per group; `forced`, {depth: R}, is the curve of one depth for all questions."""
+    groups = _groups_of_arms(arms)
     title = (f"Exact match against searches made, {decoding} (mean and standard deviation over seeds): "
              "up and to the left is better")
-    with _figure(path, len(groups), len(groups), (2.4, 3.1), title, sharex=True, sharey=True) as (figure, axes):
+    with _figure(path, len(groups), len(groups), (2.3, 3.1), title, sharex=True, sharey=True) as (figure, axes):
         deepest = 0
         for ax, (key, name) in zip(axes, groups, strict=True):
+            if forced and (key, name) in _groups(next(iter(forced.values()))):
+                points = [(_groups(r)[key, name]["sd"], _groups(r)[key, name]["em"]) for r in forced.values()]
+                ax.plot(*zip(*points, strict=True), color="#999999", linewidth=1, marker=".", zorder=1,
+                        label=f"{', '.join(forced)} searches forced on all", clip_on=False)
             for i, (label, results) in enumerate(arms.items()):
                 (x, dx), (y, dy) = (_over_seeds(results, decoding, key, name, metric) for metric in ("sd", "em"))
                 if x is not None:
@@ -403,6 +505,9 @@ def _plot_compare(arms, groups, decoding, path):
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=5, frameon=False)
 
 
+# Trajectories
+
+
 def verdict(trajectory, score):
     """"over": a search after t_c; "under": no answer of it was ever right; otherwise "exact"."""
     searched = [t for t, turn in enumerate(trajectory.turns, start=1) if turn.query is not None]
@@ -411,50 +516,70 @@ def verdict(trajectory, score):
     return "over" if searched and searched[-1] > score.t_c else "exact"
 
 
+# What a line of a trajectory is: its colour in a terminal (an ANSI code) and the most lines it takes there.
+KINDS = {"question": ("1", 3), "gold": ("1", 1), "think": ("2", 3), "invalid": ("31", 3), "search": ("36", 1),
+         "passage": ("90", 1), "right": ("32", 2), "wrong": ("33", 2), "reward": ("35", 1), "verdict": ("1", 1)}
+
+
+def describe(trajectory, score):
+    """A scored Trajectory as blocks of lines (name, text, kind of KINDS): the question, each turn, the verdict."""
+    question, golds = trajectory.question, trajectory.question["golden_answers"]
+
+    def answer_line(name, raw, answer):
+        em, f1 = reward.exact_match(answer, golds), reward.f1(answer, golds)
+        return name, f"{raw if answer is None else answer}  (EM {em:.0f}, F1 {f1:.2f})", "right" if em else "wrong"
+
+    def self_answer_lines(raw):
+        return [answer_line("self-answer", raw, reward.extract_self_answer(raw))] if raw is not None else []
+
+    blocks = [[("question", question["question"], "question"), ("gold", " | ".join(golds), "gold"),
+               *self_answer_lines(trajectory.self_answer_0)]]
+    valid = reward.valid_steps(trajectory.steps)
+    for t, (turn, ok, part) in enumerate(zip(trajectory.turns, valid, score.parts, strict=True), start=1):
+        kind, content = reward.parse_action(turn.text)
+        lines = [(f"{t} think", re.split("</?think>", turn.text)[1], "think") if ok else
+                 (f"{t} invalid", turn.text, "invalid")]
+        lines += [answer_line("answer", content, content)] if kind == "answer" else []
+        lines += [("search", turn.query, "search")] if turn.query is not None else []
+        lines += [("", f"{passage['title']}: {passage['text']}", "passage") for passage in turn.passages]
+        lines += self_answer_lines(turn.self_answer)
+        parts = "  ".join(f"{name} {value:+.3f}" for name, value in part.items() if value)
+        blocks.append([*lines, ("reward", f"{parts}  = {score.steps[t - 1]:+.3f}", "reward")])
+    blocks.append([
+        ("verdict", f"{verdict(trajectory, score)} search: t_c {score.t_c}, searches made {trajectory.search_depth}, "
+                    f"needed: {group_of(question, 'hops')}", "verdict"),
+        ("total", f"reward {score.total:+.3f}, EM {score.em:.0f}, F1 {score.f1:.2f}, ended by: {trajectory.stop}",
+         "verdict")])
+    return blocks
+
+
+def printable(text):
+    """Untrusted text without what a terminal or a browser obeys: controls, escapes, direction marks are spelled out."""
+    return "".join(c if unicodedata.category(c) not in ("Cc", "Cf", "Cs") else f"<U+{ord(c):04X}>"
+                   for c in " ".join(text.split()))
+
+
+def in_colour():
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def render_trajectory(trajectory, score, colour=None):
     """A scored Trajectory for the terminal: every turn with its passages, self-answer and rewards, then the verdict.
 
     `colour` None: where stdout is a terminal and NO_COLOR is not set. Texts are shortened to the terminal's width.
     """
-    if colour is None:
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    question, golds, lines = trajectory.question, trajectory.question["golden_answers"], []
+    colour = in_colour() if colour is None else colour
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 40), 120) - 14
-
-    def put(name, text, style="0", most=1):
-        # Untrusted text: nothing that a terminal obeys (controls, escapes, direction marks) reaches it.
-        text = "".join(c if unicodedata.category(c) not in ("Cc", "Cf", "Cs") else f"<U+{ord(c):04X}>"
-                       for c in " ".join(text.split()))
-        for i, line in enumerate(textwrap.wrap(text, width, max_lines=most, placeholder=" ...") or [""]):
-            lines.append(f"{'' if i else name:>12}  " + (f"\x1b[{style}m{line}\x1b[0m" if colour else line))
-
-    def put_answer(name, raw, answer):
-        if raw is not None:
-            em, f1 = reward.exact_match(answer, golds), reward.f1(answer, golds)
-            put(name, f"{raw if answer is None else answer}  (EM {em:.0f}, F1 {f1:.2f})", "32" if em else "33", 2)
-
-    put("question", question["question"], "1", 3)
-    put("gold", " | ".join(golds), "1")
-    put_answer("self-answer", trajectory.self_answer_0, reward.extract_self_answer(trajectory.self_answer_0))
-    valid = reward.valid_steps(trajectory.steps)
-    for t, (turn, ok, part) in enumerate(zip(trajectory.turns, valid, score.parts, strict=True), start=1):
-        kind, content = reward.parse_action(turn.text)
-        lines.append("")
-        put(f"{t} {'think' if ok else 'invalid'}", re.split("</?think>", turn.text)[1] if ok else turn.text,
-            "2" if ok else "31", 3)
-        put_answer("answer", content if kind == "answer" else None, content)
-        if turn.query is not None:
-            put("search", turn.query, "36")
-        for passage in turn.passages:
-            put("", f"{passage['title']}: {passage['text']}", "90")
-        put_answer("self-answer", turn.self_answer, reward.extract_self_answer(turn.self_answer))
-        parts = "  ".join(f"{name} {value:+.3f}" for name, value in part.items() if value)
-        put("reward", f"{parts}  = {score.steps[t - 1]:+.3f}", "35")
-    lines.append("")
-    put("verdict", f"{verdict(trajectory, score)} search: t_c {score.t_c}, searches made {trajectory.search_depth}, "
-        f"needed: {group_of(question, 'hops')}", "1")
-    put("total", f"reward {score.total:+.3f}, EM {score.em:.0f}, F1 {score.f1:.2f}, ended by: {trajectory.stop}", "1")
-    return "\n".join(lines)
+    blocks = []
+    for block in describe(trajectory, score):
+        lines = []
+        for name, text, kind in block:
+            code, most = KINDS[kind]
+            wrapped = textwrap.wrap(printable(text), width, max_lines=most, placeholder=" ...") or [""]
+            for i, line in enumerate(wrapped):
+                lines.append(f"{'' if i else name:>12}  " + (f"\x1b[{code}m{line}\x1b[0m" if colour else line))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 OPERATORS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
@@ -487,8 +612,8 @@ def holds(condition, names):
         raise DataError(f"--where {condition!r}: not a comparison of {', '.join(sorted(names))}") from None
 
 
-def show(pairs, count, where=None):
-    """The last `count` of [(Trajectory, Score)] for which `where` holds, as text. Raises DataError if there is none."""
+def choose(pairs, where=None):
+    """The [(Trajectory, Score)] for which the condition `where` holds. Raises DataError if there is none."""
     keys, chosen = {"hops", "hard"}.union(*(trajectory.question["metadata"] for trajectory, _ in pairs)), []
     for t, score in pairs:
         names = {**dict.fromkeys(keys), **t.question["metadata"], "id": t.question["id"], "em": score.em,
@@ -497,7 +622,156 @@ def show(pairs, count, where=None):
         chosen += [(t, score)] if where is None or holds(where, names) else []
     if not chosen:
         raise DataError(f"no trajectory with {where}")
-    return ("\n\n" + "-" * 60 + "\n\n").join(render_trajectory(*pair) for pair in chosen[-count:])
+    return chosen
+
+
+def side_by_side(run_dirs, count, where=None):
+    """The paper's case study: {run: [(Trajectory, Score)]} of held-out questions that all runs were evaluated on.
+
+    Questions on which the runs made different numbers of searches come first. `where` speaks of the first run.
+    """
+    runs = {}
+    for folder in map(Path, run_dirs):
+        if not (folder / HELD_OUT).exists():
+            raise DataError(f"{folder / HELD_OUT}: not there yet: python eval.py --run {folder} writes it")
+        runs[folder.name] = {t.question["id"]: (t, score) for t, score in read_trajectories(folder / HELD_OUT)}
+    first = choose(list(next(iter(runs.values())).values()), where)
+    shared = [t.question["id"] for t, _ in first if all(t.question["id"] in by_id for by_id in runs.values())]
+    shared.sort(key=lambda name: len({by_id[name][0].search_depth for by_id in runs.values()}) == 1)
+    if not shared:
+        raise DataError(f"{', '.join(runs)}: no question in common")
+    return {run: [by_id[name] for name in shared[:count]] for run, by_id in runs.items()}
+
+
+RULE = "\n\n" + "-" * 60 + "\n\n"
+HELD_OUT = "eval_trajectories.jsonl"  # of a run: greedy, after training
+SAMPLES = "trajectories.jsonl"  # of a run: sampled while it trained
+
+
+class Watcher:
+    """Prints a trajectory as it grows: the `on_text` of `rollout.rollout`, which gives each piece's text so far."""
+
+    def __init__(self):
+        self.kind, self.shown = None, ""
+
+    def __call__(self, kind, text):
+        text = printable(text.rstrip("\ufffd"))  # half a character: the next token completes it
+        if (kind, text[: len(self.shown)]) != (self.kind, self.shown):
+            code = {"turn": "0", "observation": KINDS["passage"][0], "self_answer": KINDS["right"][0]}[kind]
+            print((f"\x1b[0m\n\x1b[{code}m" if in_colour() else "\n") + "  [self-answer] " * (kind == "self_answer"),
+                  end="")
+            self.kind, self.shown = kind, ""
+        print(text[len(self.shown) :], end="", flush=True)
+        self.shown = text
+
+    def end(self):
+        print("\x1b[0m" * in_colour())
+
+
+def ask(policy, retriever, settings, question, golds=None, temperature=0.0, seed=0):
+    """Answer one question before the reader's eyes, token by token; with `golds`, the rewards follow."""
+    row = {"id": "asked", "question": question, "golden_answers": golds or [], "metadata": {}}
+    watcher = Watcher()
+    trajectory = rollout.rollout(*policy, [row], retriever, settings, temperature=temperature, seed=seed,
+                                 self_answers=bool(golds), on_text=watcher)[0]
+    watcher.end()
+    kind, answer = reward.parse_action(trajectory.steps[-1]) if trajectory.turns else (None, None)
+    print(f"\nanswer: {printable(answer) if kind == 'answer' else f'none ({trajectory.stop})'}"
+          f"   searches: {trajectory.search_depth}   tokens: {trajectory.tokens}")
+    if golds:
+        blocks = describe(trajectory, score_trajectory(trajectory))
+        for t, block in enumerate(blocks[1:-1], start=1):
+            print(f"step {t} {block[-1][0]}: {block[-1][1]}")
+        print("\n".join(f"{name}: {text}" for name, text, _ in blocks[-1]))
+
+
+# The page: one file without script or network; its looks are in data/page.html
+
+
+def html_table(rows, heading):
+    """Rows as an HTML table under a heading."""
+    lines = []
+    for i, row in enumerate(rows):
+        if isinstance(row, str):
+            lines.append(f'<tr class="group"><th colspan="{len(rows[0])}">{html.escape(row)}</th></tr>')
+        else:
+            first, *cells = (html.escape(cell) for cell in row)
+            tag = "td" if i else "th"
+            lines.append(f"<tr><th>{first}</th>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>")
+    return f"<h2>{html.escape(heading)}</h2>\n<div class=\"wide\"><table>\n" + "\n".join(lines) + "\n</table></div>"
+
+
+def html_figure(draw, heading):
+    """A figure inside the page: `draw(path)` writes it as SVG."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figure.svg"
+        draw(path)
+        data = base64.b64encode(path.read_bytes()).decode()
+    text = html.escape(heading)
+    return f'<h2>{text}</h2>\n<div class="wide"><img alt="{text}" src="data:image/svg+xml;base64,{data}"></div>'
+
+
+def html_trajectory(trajectory, score, name=""):
+    """A scored Trajectory as an article whose first line folds it away."""
+    head = f"{name} {verdict(trajectory, score)}, {trajectory.search_depth} searches, reward {score.total:+.3f}"
+    blocks = ["".join(f'<dt>{html.escape(name)}</dt><dd class="{kind}">{html.escape(printable(text))}</dd>\n'
+                      for name, text, kind in block) for block in describe(trajectory, score)]
+    question = html.escape(printable(trajectory.question["question"]))
+    return (f'<details open><summary>{question} <span>{html.escape(head.strip())}</span></summary>\n'
+            + "".join(f"<dl>\n{block}</dl>\n" for block in blocks) + "</details>")
+
+
+def html_trajectories(pairs, heading="Trajectories"):
+    return f"<h2>{html.escape(heading)}</h2>\n" + "\n".join(html_trajectory(*pair) for pair in pairs)
+
+
+def html_cases(runs):
+    """`side_by_side` as rows of articles, a column a run."""
+    rows = []
+    for pairs in zip(*runs.values(), strict=True):
+        articles = "\n".join(html_trajectory(*pair, name=f"{run}:") for run, pair in zip(runs, pairs, strict=True))
+        rows.append(f'<div class="pair">\n{articles}\n</div>')
+    return "<h2>The same questions, side by side</h2>\n" + "\n".join(rows)
+
+
+def html_report(result, heading):
+    """A report as tables: the metrics, depth against need, what they depend on."""
+    parts = [html_table(report_rows(result), heading)]
+    if result["depth"]:
+        rows, line = depth_rows(result["depth"])
+        parts += [html_table(rows, "Searches made against searches needed"), f"<p>{html.escape(line)}</p>"]
+    settings = "".join(f"<dt>{html.escape(str(key))}</dt><dd>{html.escape(str(value))}</dd>\n"
+                       for key, value in result["settings"].items())
+    return "\n".join([*parts, f"<details><summary>What these numbers depend on</summary><dl>{settings}</dl></details>"])
+
+
+def html_run(folder):
+    """What a run has saved, as sections: tables of its eval.json, its curves, its forced depths."""
+    folder = Path(folder)
+    result = read_json(folder / "eval.json") if (folder / "eval.json").exists() else {}
+    parts = [html_table(before_after_rows(result), "Held-out questions")] if "before" in result else []
+    report_of = result.get("eval", result.get("after", {}))
+    parts += [html_report(r, f"Held-out questions after training, {how}") for how, r in report_of.items()]
+    if (folder / "metrics.jsonl").exists():
+        parts.append(html_figure(lambda path: plot_curves([folder], path), "Training curves"))
+    return parts + html_forced(result.get("forced"), folder.name)
+
+
+def html_forced(forced, name):
+    """{depth: R} as sections, none where nothing was forced."""
+    if not forced:
+        return []
+    return [html_figure(lambda path: plot_forced(forced, path, name), "Forced depth"),
+            html_table(forced_rows(forced), "Accuracy and over-search ratio by forced depth")]
+
+
+def write_page(path, title, sections):
+    """Fill in data/page.html."""
+    template = string.Template((Path(__file__).parent / "data" / "page.html").read_text(encoding="utf-8"))
+    write_text(path, template.substitute(title=html.escape(title), body="\n".join(sections)))
+
+
+# The command line
 
 
 def provenance(model, adapter, files, **settings):
@@ -509,36 +783,132 @@ def provenance(model, adapter, files, **settings):
             "normaliser": "reward.normalize_answer", "versions": {"python": sys.version.split()[0], **versions}}
 
 
-def _evaluate(args, config, settings):
-    """The command line's evaluation: load, roll out, print, write."""
+def check(args):
+    """Refuse options that do not go together. Raises DataError."""
+    if args.where and not (args.show or args.html):
+        raise DataError("--where chooses what --show N or --html shows: give one of them too")
+    if min(args.samples, args.batch_size, args.limit or 1) < 1 or (args.samples > 1 and args.temperature <= 0):
+        raise DataError("--samples, --batch_size and --limit start at 1; several samples need a --temperature above 0")
+    if args.temperature < 0 or min(args.force_depth or [0]) < 0:
+        raise DataError("--temperature and --force_depth start at 0")
+    if args.gold and args.ask is None:
+        raise DataError("--gold is the right answer to a question given by --ask")
+    for name in ("out", "html", "figure"):
+        path = getattr(args, name)
+        if path and not Path(path).parent.is_dir():
+            raise DataError(f"--{name} {path}: there is no folder {Path(path).parent}")
+
+
+def load(args, config):
+    """(policy, questions, retriever, what they were loaded from) for the command line. Raises DataError, OSError."""
     url = args.retriever_url or config.get("retriever_url")
-    given = {name: getattr(args, name) or config.get(f"eval_{name}") or config.get(name)
-             for name in ("model", "questions", "corpus") if name != "corpus" or not url}
+    wanted = ["model"] + ["questions"] * (args.ask is None) + ["corpus"] * (not url)
+    given = {name: getattr(args, name) or config.get(f"eval_{name}") or config.get(name) for name in wanted}
     missing = [name for name, value in given.items() if not value]
     if missing:
         raise DataError(f"nothing to evaluate: give --run, or --{' --'.join(missing)}")
-    if args.where and not args.show:
-        raise DataError("--where chooses what --show N prints: give both")
-    if min(args.samples, args.batch_size, args.limit or 1) < 1 or (args.samples > 1 and args.temperature <= 0):
-        raise DataError("--samples, --batch_size and --limit start at 1; several samples need a --temperature above 0")
     adapter = args.adapter
     if args.run and not (args.model or adapter):  # a run killed while it wrote a checkpoint has the one before
         adapter = next((path for path in (f"{args.run}/adapter", f"{args.run}/adapter.old") if Path(path).exists()), "")
     if adapter is not None and not Path(adapter or "?").is_dir():
         raise DataError(f"{adapter or args.run}: there is no adapter")
-    questions = load_questions(rollout.locate(given["questions"]))[: args.limit]
+    questions = load_questions(rollout.locate(given["questions"]))[: args.limit] if "questions" in given else []
     retriever = SearchClient(url) if url else BM25(load_corpus(rollout.locate(given["corpus"])))
     policy = rollout.load_policy(rollout.locate(given["model"]), adapter)
-    trajectories = evaluate(*policy, questions, retriever, settings, args.temperature, args.seed, args.batch_size,
-                            args.samples)
-    made_with = {key: getattr(args, key) for key in ("temperature", "samples", "seed", "limit")} | asdict(settings)
-    depends_on = provenance(given.pop("model"), adapter, given, retriever=url or "BM25", **made_with)
-    result = report(trajectories, None, depends_on, args.by or ["hops"], args.seed)
+    origin = {"model": given.pop("model"), "adapter": adapter, "files": given, "retriever": url or "BM25"}
+    return policy, questions, retriever, origin
+
+
+def evaluate_and_save(args, config, settings):
+    """The command line's evaluation: load, roll out, print, write. Returns the page's sections and the trajectories."""
+    policy, questions, retriever, origin = load(args, config)
+    name = Path(args.run).name if args.run else origin["model"]
+    out = args.out or str(Path(args.run or ".") / "eval.json")
+    how = "sampled" if args.temperature > 0 else "greedy"
+
+    def roll_out(force_depth=None):
+        trajectories = evaluate(*policy, questions, retriever, settings, args.temperature, args.seed, args.batch_size,
+                                args.samples, force_depth)
+        made_with = {key: getattr(args, key) for key in ("temperature", "samples", "seed", "limit")} | asdict(settings)
+        depends_on = provenance(**origin, force_depth=force_depth, **made_with)
+        return trajectories, report(trajectories, None, depends_on, args.by or ["hops"], args.seed)
+
+    if args.force_depth:
+        forced, pairs = {}, []
+        for depth in sorted(set(args.force_depth)):
+            trajectories, forced[str(depth)] = roll_out(depth)
+            pairs += [(t, score_trajectory(t)) for t in trajectories]
+        print(as_text(forced_rows(forced)))
+        figure = args.figure or str(Path(out).with_name(f"forced_depth.{args.format}"))
+        plot_forced(forced, figure, name)
+        update_json(out, forced=forced)
+        print(f"report: {out}   figure: {figure}")
+        return html_forced(forced, name), pairs
+    trajectories, result = roll_out()
+    pairs = [(t, score_trajectory(t)) for t in trajectories]
     print(report_table(result))
+    update_json(out, **({"eval": {how: result}} if args.run and not args.out else {how: result}))
+    if args.run and not args.out:
+        save_trajectories(Path(args.run) / HELD_OUT, pairs)
+    print(f"report: {out}")
+    return [html_report(result, f"{len(questions)} questions, {how}")], pairs
+
+
+def look(args, config, settings):
+    """Show a policy's trajectories, saved ones where nothing asks for new ones; the page with --html."""
+    fresh = ("model", "adapter", "questions", "corpus", "out", "force_depth", "limit", "temperature")
+    saved = args.trajectories
+    if not saved and args.run and (args.show or args.html) and not any(getattr(args, name) for name in fresh):
+        saved = next((path for path in (Path(args.run) / HELD_OUT, Path(args.run) / SAMPLES) if path.exists()), None)
+    title = Path(args.run).name if args.run else args.trajectories or args.model or "evaluation"
+    if saved:
+        pairs = read_trajectories(saved)
+        result = report([t for t, _ in pairs], [score for _, score in pairs], {"trajectories": str(saved)},
+                        args.by or ["hops"], args.seed)
+        sections = html_run(args.run) if args.run else [html_report(result, f"{result['n']} questions")]
+        if not args.run:
+            print(report_table(result))
+    else:
+        sections, pairs = evaluate_and_save(args, config, settings)
+    chosen = choose(pairs, args.where)
     if args.show:
-        print("\n" + show([(t, score_trajectory(t)) for t in trajectories], args.show, args.where))
-    if args.out:
-        write_text(args.out, json.dumps({"sampled" if args.temperature > 0 else "greedy": result}, indent=1))
+        print("\n" + RULE.join(render_trajectory(*pair) for pair in chosen[-args.show :]))
+    if args.html:
+        write_page(args.html, title, [*sections, html_trajectories(chosen[-(args.show or 10) :])])
+        print(f"page: {args.html}")
+
+
+def compare(args):
+    """`--compare`: the table, the figure, and the case study where it is asked for."""
+    arms = load_arms(args.compare)
+    forced = next((r["forced"] for r in (read_json(Path(run) / "eval.json") for run in args.compare) if "forced" in r),
+                  None)
+    rows = compare_rows(arms)
+    print(as_text(rows))
+    figure = args.figure or str(Path(args.compare[0]).parent / f"compare.{args.format}")
+    plot_compare(arms, args.decoding, figure, forced)
+    print(figure)
+    if args.show:
+        runs = side_by_side(args.compare, args.show, args.where)
+        for pairs in zip(*runs.values(), strict=True):
+            print(RULE.join(["", *(f"{run}\n\n{render_trajectory(*pair)}" for run, pair in zip(runs, pairs))]))
+    if args.html:
+        sections = [html_figure(lambda path: plot_compare(arms, args.decoding, path, forced), "Accuracy against depth"),
+                    html_table(rows, "Mean and standard deviation over seeds")]
+        if all((Path(run) / HELD_OUT).exists() for run in args.compare):
+            sections.append(html_cases(side_by_side(args.compare, args.show or 3, args.where)))
+        write_page(args.html, "Comparison", sections)
+        print(f"page: {args.html}")
+
+
+def interactive(args, config, settings):
+    """`--ask`: one question, or as many as are typed until an empty line."""
+    policy, _, retriever, _ = load(args, config)
+    if args.ask:
+        return ask(policy, retriever, settings, args.ask, args.gold, args.temperature, args.seed)
+    with suppress(EOFError, KeyboardInterrupt):
+        while question := input("question (empty: stop)> ").strip():
+            ask(policy, retriever, settings, question, args.gold, args.temperature, args.seed)
 
 
 def main(argv=None):
@@ -546,22 +916,19 @@ def main(argv=None):
     parser = HfArgumentParser((EvalSettings, rollout.RolloutSettings), description=__doc__.splitlines()[0])
     args, settings = parser.parse_args_into_dataclasses(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter is no reason to stop
-    runs = args.compare or args.curves
-    figure = args.figure or (runs and str(Path(runs[0]).parent / ("compare.png" if args.compare else "curves.png")))
     try:
+        check(args)
         if args.compare:
-            print(compare(runs, figure, args.decoding), figure, sep="\n")
+            compare(args)
         elif args.curves:
-            print(plot_curves(runs, figure) or figure)
-        elif args.show and args.run and not (args.model or args.questions or args.out):
-            rows = read_lines(Path(args.run) / "trajectories.jsonl")
-            scores = [reward.Score(*(row["score"][key] for key in ("parts", "t_c", "em", "f1"))) for row in rows]
-            print(show(list(zip(map(rollout.Trajectory.from_dict, rows), scores, strict=True)), args.show, args.where))
+            figure = args.figure or str(Path(args.curves[0]).parent / f"curves.{args.format}")
+            plot_curves(args.curves, figure)
+            print(figure)
         else:
             config = read_json(Path(args.run) / "config.json") if args.run else {}
             parser.set_defaults(**{f.name: config[f.name] for f in fields(settings) if f.name in config})
             args, settings = parser.parse_args_into_dataclasses(argv)
-            _evaluate(args, config, settings)
+            (look if args.ask is None else interactive)(args, config, settings)
     except (DataError, SearchError, OSError) as error:
         print(f"eval.py: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ import time
 import unicodedata
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # before its import, at which it warns of an optional kernel
@@ -41,9 +42,9 @@ and no more. For instance, a turn that looks up a ship could read: <think> I nee
 </think> <search> builder of the ship </search>"""
 
 
-def setting(default, text):
-    """A dataclass field with its help text, for `HfArgumentParser`."""
-    return field(default=default, metadata={"help": text})
+def setting(default, text, **argument):
+    """A dataclass field with its help text, and more for `add_argument`, for `HfArgumentParser`."""
+    return field(default=default, metadata={"help": text, **argument})
 
 
 @dataclass
@@ -261,10 +262,11 @@ class CachedBatch:
                             use_cache=True, logits_to_keep=1)  # fmt: skip
         return output.logits[:, -1].float()
 
-    def write(self, logits, limit, stops, temperature, generator):
+    def write(self, logits, limit, stops, temperature, generator, on_text=None):
         """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit. Returns lists of ids.
 
-        Tags are looked for in the decoded text, and only after a token that may have closed one.
+        Tags are looked for in the decoded text, and only after a token that may have closed one. `on_text` is called
+        after every token with the first row's text so far.
         """
         written = [[] for _ in range(len(logits))]
         is_open = [True] * len(written)
@@ -273,6 +275,8 @@ class CachedBatch:
             for row in (row for row, flag in enumerate(is_open) if flag):
                 written[row].append(sampled[row])
                 is_open[row] = not self.is_over(written[row], stops)
+            if on_text:
+                on_text(self.decode(written[0]))
             if position == limit - 1 or not any(is_open):
                 break
             logits = self.append([[sampled[row]] if flag else [] for row, flag in enumerate(is_open)])
@@ -325,14 +329,15 @@ SELF_ANSWER_ENDS = re.compile("</answer>")
 
 @torch.inference_mode()
 def rollout(model, tokenizer, questions, retriever, settings, num_generations=1, temperature=1.0, self_answers=True,
-            ask_before_search=False, system_prompt=SYSTEM_PROMPT, seed=0, phase_seconds=None, force_depth=None):  # fmt: skip
+            ask_before_search=False, system_prompt=SYSTEM_PROMPT, seed=0, phase_seconds=None, force_depth=None,
+            on_text=None):  # fmt: skip
     """Play `num_generations` trajectories per question, all at once. Returns them in question order, groups together.
 
     model: a causal LM in eval mode. questions: dicts as `retriever.load_questions` gives them. settings:
     `RolloutSettings`. phase_seconds: a dict to which the time of `rollout`, `self_answer` and `search` is added.
-    Self-answers have a random stream of their own and never change a trajectory. force_depth: the number of searches
-    that the policy must make (the paper's Figure 2), for evaluation only. Raises DataError if a prompt leaves no room
-    for a turn.
+    force_depth: the number of searches that the policy must make (the paper's Figure 2), for evaluation only. on_text:
+    called with ("turn", "observation" or "self_answer", text so far) as the first trajectory grows. Self-answers have a
+    random stream of their own and never change a trajectory. Raises DataError if a prompt leaves no room for a turn.
     """
     if force_depth is not None:
         settings = replace(settings, max_searches=force_depth)
@@ -346,11 +351,15 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
                              f"of {settings.max_turn_tokens} within --max_context {settings.max_context}")  # fmt: skip
     trajectories = [Trajectory(q, prompt_ids=p) for q, p in zip(questions, prompts) for _ in range(num_generations)]
 
+    def watch(kind):
+        return partial(on_text, kind) if on_text else None
+
     def ask(live):
         """The policy's answer at this point, for all live rows: raw texts."""
         with clock("self_answer"):
             probe = [encode(tokenizer, PROBE)] * len(live)
-            ids = batch.branch(probe, settings.max_self_answer_tokens, SELF_ANSWER_ENDS, temperature, branch_generator)
+            ids = batch.branch(probe, settings.max_self_answer_tokens, SELF_ANSWER_ENDS, temperature, branch_generator,
+                               watch("self_answer"))  # fmt: skip
             return [batch.decode(answer) for answer in ids]
 
     with clock("rollout"):
@@ -361,21 +370,17 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
             trajectory.self_answer_0 = answer
     for turns_left in reversed(range(settings.max_searches + 1)):
         with clock("rollout"):
-            if force_depth is not None and turns_left:
-                written = write_forced_search(batch, logits, settings, temperature, generator)
+            if force_depth is None:
+                written = batch.write(logits, settings.max_turn_tokens, TURN_ENDS, temperature, generator,
+                                      watch("turn"))  # fmt: skip
+                written = [(batch.decode(ids), [(ids, True)]) for ids in written]
             else:
-                if force_depth is not None:  # the answer is asked for as self-answers are
-                    probe = encode(tokenizer, PROBE)
-                    logits = batch.append([probe] * len(live))
-                    for trajectory in live:
-                        trajectory.append(probe, sampled=False)
-                written = batch.write(logits, settings.max_turn_tokens, TURN_ENDS, temperature, generator)
-                written = [[(ids, True)] for ids in written]
-        for trajectory, pieces in zip(live, written):
+                write = write_forced_search if turns_left else write_forced_answer
+                written = write(batch, logits, settings, temperature, generator)
+        for trajectory, (text, pieces) in zip(live, written):
+            trajectory.turns.append(Turn(text, reward.parse_action(text)[0]))
             for ids, sampled in pieces:
                 trajectory.append(ids, sampled)
-            text = batch.decode([token for ids, _ in pieces for token in ids])
-            trajectory.turns.append(Turn(text, reward.parse_action(text)[0]))
         with clock("search"):
             observations = observe(live, retriever, tokenizer, settings, turns_left)
         rows = [row for row, observation in enumerate(observations) if observation]
@@ -387,6 +392,8 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
         live = [live[row] for row in rows]
         for row, trajectory in zip(rows, live):
             trajectory.append(observations[row], sampled=False)
+        if on_text:
+            on_text("observation", tokenizer.decode(live[0].completion_ids[-len(observations[rows[0]]) :]))
         searched = [trajectory.turns[-1].query is not None for trajectory in live]
         if self_answers and any(searched):
             for trajectory, did_search, answer in zip(live, searched, ask(live)):
@@ -399,8 +406,8 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
 def write_forced_search(batch, logits, settings, temperature, generator):
     """A turn that must search: the policy thinks and fills in the query, the environment opens and closes the tag.
 
-    The last token of either part is not in the cache yet and may hold more than its end: the environment writes it anew.
-    Returns each row's [(ids, sampled), ...], in order.
+    The last token of either part is not in the cache yet and may hold more than its end: the environment writes it
+    anew. Returns each row's (text, [(ids, sampled), ...]).
     """
     tokenizer, opening, closing = batch.tokenizer, "</think> <search>", " </search>"
 
@@ -417,7 +424,16 @@ def write_forced_search(batch, logits, settings, temperature, generator):
     thought_limit = settings.max_turn_tokens - query_limit - len(encode(tokenizer, opening + closing))
     thoughts, openings = write(logits, thought_limit, re.compile("</think>"), opening)
     queries, closings = write(batch.append([[] for _ in thoughts]), query_limit, TURN_ENDS, closing)
-    return [list(zip(pieces, (True, False, True, False))) for pieces in zip(thoughts, openings, queries, closings)]
+    rows = zip(thoughts, openings, queries, closings)
+    return [(tokenizer.decode(sum(pieces, [])), list(zip(pieces, (True, False, True, False)))) for pieces in rows]
+
+
+def write_forced_answer(batch, logits, settings, temperature, generator):
+    """A turn that must answer: the policy is asked as for a self-answer. Returns as `write_forced_search`."""
+    probe = encode(batch.tokenizer, PROBE)
+    logits = batch.append([probe] * len(logits))
+    answers = batch.write(logits, settings.max_self_answer_tokens, TURN_ENDS, temperature, generator)
+    return [(batch.decode(ids), [(probe, False), (ids, True)]) for ids in answers]
 
 
 def observe(live, retriever, tokenizer, settings, turns_left):

@@ -36,12 +36,14 @@ from transformers import BitsAndBytesConfig, HfArgumentParser
 
 import reward
 from eval import (
+    HELD_OUT,
     before_after_table,
     evaluate,
     plot_curves,
     provenance,
     render_trajectory,
     report,
+    save_trajectories,
     score_trajectory,
     write_text,
 )
@@ -522,14 +524,17 @@ def measure(moment, model, tokenizer, questions, retriever, settings, rollout_se
     adapter = str(run / "adapter") if moment == "after" else None
     files = {"questions": settings.eval_questions}
     files |= {} if settings.retriever_url else {"corpus": settings.eval_corpus}
+    search_in = settings.retriever_url or "BM25"
     results[moment] = {}
     for decoding, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         with inference_weights(model):
             trajectories = evaluate(model, tokenizer, questions, retriever, rollout_settings, temperature,
                                     settings.seed, settings.eval_batch_size)  # fmt: skip
-        depends_on = provenance(settings.model, adapter, files, temperature=temperature, seed=settings.seed,
-                                **asdict(rollout_settings))  # fmt: skip
+        depends_on = provenance(settings.model, adapter, files, retriever=search_in, temperature=temperature,
+                                seed=settings.seed, **asdict(rollout_settings))  # fmt: skip
         results[moment][decoding] = report(trajectories, settings=depends_on)
+    if moment == "after":  # the last ones, greedy
+        save_trajectories(run / HELD_OUT, [(trajectory, score_trajectory(trajectory)) for trajectory in trajectories])
     write_text(path, json.dumps(results, indent=1))
     return results
 

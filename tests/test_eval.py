@@ -126,7 +126,8 @@ def test_evaluate_keeps_every_question_in_order(monkeypatch, batch_size):
     seeds = []
 
     def scripted(model, tokenizer, batch, retriever, settings, *, num_generations, temperature, seed, **more):
-        assert 0 < len(batch) <= batch_size and temperature == 0.0 and more == {"ask_before_search": True}
+        assert 0 < len(batch) <= batch_size and temperature == 0.0
+        assert more == {"ask_before_search": True, "force_depth": None}
         seeds.append(seed)
         return [searching(q["metadata"]["hops"], q) for q in batch for _ in range(num_generations)]
 
@@ -171,7 +172,9 @@ def test_compare_averages_seeds_and_keeps_settings_apart(tmp_path):
             make_run(tmp_path / "o", "outcome", depth=3),
             make_run(tmp_path / "p1", "search-penalty", em=0.5),
             make_run(tmp_path / "p3", "search-penalty", search_cost=0.3, name="other")]
-    text = evaluation.compare(runs, figure=tmp_path / "c.png")
+    arms = evaluation.load_arms(runs)
+    text = evaluation.as_text(evaluation.compare_rows(arms))
+    evaluation.plot_compare(arms, "sampled", tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG" and not list(tmp_path.glob("*.tmp"))
     table = text[text.index("sampled: needs 2"):].splitlines()[1:6]
     assert [line[:34].strip() for line in table] == [
@@ -257,6 +260,7 @@ def test_show_saved_trajectories(tmp_path, capsys):
     cases = [searching(depth, question(f"q{depth}", hops=2), "Ada Lovelace" if depth else "x") for depth in range(4)]
     rows = [json.dumps({"step": 1, **t.to_dict(), "score": vars(evaluation.score_trajectory(t))}) for t in cases]
     (tmp_path / "trajectories.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "config.json").write_text("{}")
     assert evaluation.main(["--run", str(tmp_path), "--show", "2", "--where", "em == 1"]) == 0
     printed = capsys.readouterr().out
     assert "(q2)" in printed and "(q3)" in printed and "(q0)" not in printed and "(q1)" not in printed
