@@ -402,17 +402,16 @@ def plot_forced(forced, path, name):
     """The paper's Figure 2 from {depth: R}: accuracy and over-search ratio by forced depth, a panel per group."""
     groups = list(_groups(next(iter(forced.values()))))
     depths = [int(depth) for depth in forced]
-    title = f"{name}, made to search exactly so often: accuracy rises to the need, the over-search ratio goes on"
+    title = f"{name}, made to search exactly so often: exact match and over-search ratio (shaded: more than needed)"
     with _figure(path, len(groups), len(groups), (2.2, 2.6), title, sharey=True) as (_, axes):
         for ax, group in zip(axes, groups, strict=True):
-            for i, key in enumerate(("em", "osr")):
+            for i, (key, label) in enumerate({"em": "exact match", "osr": "over-search ratio"}.items()):
                 ax.plot(depths, [_groups(r)[group][key] for r in forced.values()], color=COLOURS[i], marker=MARKERS[i],
-                        linestyle=DASHES[i], clip_on=False, label={"em": "EM", "osr": "over-search ratio"}[key])
+                        linestyle=DASHES[i], clip_on=False, label=label)
             ax.set(title=_label(*group), xlabel="searches forced", xticks=depths, ylim=(0, 1.05))
+            ax.set_xlim(depths[0] - 0.3, depths[-1] + 0.3)
             if group[0] == "hops" and group[1].isdecimal():
-                ax.axvline(int(group[1]), color="#7d6e48", linewidth=0.8, zorder=0)
-                ax.annotate("need", (int(group[1]), 1.04), color="#7d6e48", fontsize=7.5, ha="center", va="bottom",
-                            annotation_clip=False)
+                ax.axvspan(int(group[1]), depths[-1] + 1, color="#f3efe6", zorder=0)
         axes[0].set_ylabel("share of questions")
         axes[0].legend(frameon=False, fontsize=8)
 
@@ -655,7 +654,8 @@ class Watcher:
         self.kind, self.shown = None, ""
 
     def __call__(self, kind, text):
-        text = printable(text.rstrip("\ufffd"))  # half a character: the next token completes it
+        text = text.strip().rstrip("\ufffd")  # half a character: the next token completes it
+        text = "\n".join(map(printable, text.split("\n")))
         if (kind, text[: len(self.shown)]) != (self.kind, self.shown):
             code = {"turn": "0", "observation": KINDS["passage"][0], "self_answer": KINDS["right"][0]}[kind]
             print((f"\x1b[0m\n\x1b[{code}m" if in_colour() else "\n") + "  [self-answer] " * (kind == "self_answer"),

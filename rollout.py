@@ -12,6 +12,7 @@ asked for an intermediate answer (self-answer), on a branch that is thrown away.
 import logging
 import os
 import re
+import sys
 import time
 import unicodedata
 from contextlib import contextmanager
@@ -25,15 +26,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils.logging import disable_progress_bar
 
 import reward
 from retriever import DataError
+
+if not sys.stderr.isatty():
+    disable_progress_bar()  # of weights being loaded: not for log files
 
 TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")
 PROBE = "\n\nMy best answer from what I know so far:\n"
 ADVICE = "\n\nThat was no valid action. Think, then search or answer, each inside its own tags.\n\n"
 NO_PASSAGES = "No passages found."
-FORCED = " Search exactly {depth} times before you answer, no more and no less."
+FORCED = " In this task, make exactly {depth} search(es) before you answer, no more and no fewer."
 SYSTEM_PROMPT = """Answer the question you are given. Work in turns. Every turn starts with your reasoning inside \
 <think> and </think>, followed by exactly one action. To look something up, write a query: <search> query </search>. \
 The best passages then appear between <information> and </information>, and the next turn begins. When you know \
@@ -190,6 +195,11 @@ def show_passages(passages):
     return "\n\n<information>" + ("\n".join(lines) or NO_PASSAGES) + "</information>\n\n"
 
 
+def shown(turn):
+    """What the environment says to a turn that did not answer."""
+    return ADVICE if turn.query is None else show_passages(turn.passages)
+
+
 class GrowingLayer(DynamicLayer):
     """A cache layer with room to grow: the library's own copies the whole cache for each new token."""
 
@@ -228,7 +238,7 @@ class CachedBatch:
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
         ends = getattr(model.generation_config, "eos_token_id", None)  # one id, several, or none
         self.eos_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-        self.may_close = {}  # token id -> does its text hold a `>`, without which no tag can be completed?
+        self.may_end = {}  # token id -> does its text hold a `<` or `>`, without which no turn ends?
         self.cache = DynamicCache(config=model.config)
         if any(type(layer) is not DynamicLayer for layer in self.cache.layers):
             raise DataError(f"{model.config.model_type}: only models with full attention in every layer are supported")
@@ -265,7 +275,7 @@ class CachedBatch:
     def write(self, logits, limit, stops, temperature, generator, on_text=None):
         """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit. Returns lists of ids.
 
-        Tags are looked for in the decoded text, and only after a token that may have closed one. `on_text` is called
+        Tags are looked for in the decoded text, and only after a token that may be part of one. `on_text` is called
         after every token with the first row's text so far.
         """
         written = [[] for _ in range(len(logits))]
@@ -286,9 +296,9 @@ class CachedBatch:
     def is_over(self, ids, stops):
         """True if the last of these ids is an EOS or has closed a tag of `stops`, alone or fused with other text."""
         last = ids[-1]
-        if last not in self.may_close:
-            self.may_close[last] = ">" in self.tokenizer.decode([last])
-        return last in self.eos_ids or (self.may_close[last] and stops.search(self.decode(ids)) is not None)
+        if last not in self.may_end:
+            self.may_end[last] = re.search("[<>]", self.tokenizer.decode([last])) is not None
+        return last in self.eos_ids or (self.may_end[last] and stops.search(self.decode(ids)) is not None)
 
     def decode(self, ids):
         """Text of sampled ids, an EOS at the end left out."""
@@ -393,7 +403,7 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
         for row, trajectory in zip(rows, live):
             trajectory.append(observations[row], sampled=False)
         if on_text:
-            on_text("observation", tokenizer.decode(live[0].completion_ids[-len(observations[rows[0]]) :]))
+            on_text("observation", shown(live[0].turns[-1]))
         searched = [trajectory.turns[-1].query is not None for trajectory in live]
         if self_answers and any(searched):
             for trajectory, did_search, answer in zip(live, searched, ask(live)):
@@ -409,12 +419,12 @@ def write_forced_search(batch, logits, settings, temperature, generator):
     The last token of either part is not in the cache yet and may hold more than its end: the environment writes it
     anew. Returns each row's (text, [(ids, sampled), ...]).
     """
-    tokenizer, opening, closing = batch.tokenizer, "</think> <search>", " </search>"
+    tokenizer, opening, closing = batch.tokenizer, "</think> <search>", "</search>"
 
     def write(logits, limit, end, addition):
         sampled, added = [], []
-        for ids in batch.write(logits, limit, end, temperature, generator):
-            text = end.split(batch.decode(ids))[0] + addition
+        for ids in batch.write(logits, limit, re.compile(end), temperature, generator):
+            text = batch.decode(ids).split(end)[0] + addition
             sampled.append(ids[:-1])
             added.append(encode(tokenizer, text[len(tokenizer.decode(ids[:-1])) :]))
         batch.pending = added
@@ -422,8 +432,8 @@ def write_forced_search(batch, logits, settings, temperature, generator):
 
     query_limit = settings.max_turn_tokens // 4
     thought_limit = settings.max_turn_tokens - query_limit - len(encode(tokenizer, opening + closing))
-    thoughts, openings = write(logits, thought_limit, re.compile("</think>"), opening)
-    queries, closings = write(batch.append([[] for _ in thoughts]), query_limit, TURN_ENDS, closing)
+    thoughts, openings = write(logits, thought_limit, "</think>", opening)
+    queries, closings = write(batch.append([[] for _ in thoughts]), query_limit, "<", closing)
     rows = zip(thoughts, openings, queries, closings)
     return [(tokenizer.decode(sum(pieces, [])), list(zip(pieces, (True, False, True, False)))) for pieces in rows]
 
@@ -452,8 +462,7 @@ def observe(live, retriever, tokenizer, settings, turns_left):
     observations = []
     for trajectory, (kind, _) in zip(live, actions):
         turn = trajectory.turns[-1]
-        text = ADVICE if turn.query is None else show_passages(turn.passages)
-        ids = [] if kind == "answer" or not turns_left else encode(tokenizer, text)
+        ids = [] if kind == "answer" or not turns_left else encode(tokenizer, shown(turn))
         length = len(trajectory.prompt_ids) + len(trajectory.completion_ids) + len(ids)
         trajectory.stop = "answer" if kind == "answer" else "turns"
         if ids and length + room_for_next > settings.max_context:

@@ -1,6 +1,7 @@
 """eval.py on trajectories made by hand, with every number known beforehand; no model is loaded."""
 
 import json
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -138,6 +139,17 @@ def test_evaluate_keeps_every_question_in_order(monkeypatch, batch_size):
     assert [t.question["id"] for t in done] == [f"q{i}" for i in range(10) for _ in range(2)]
     r = evaluation.report(done)
     assert r["n"] == 10 and r["sd"] == 1.3 and r["depth"]["exact"] == 1 and r["depth"]["spearman"] == pytest.approx(1)
+
+
+def test_the_table_does_not_depend_on_the_batch_size(tiny, world):
+    retriever, questions = world
+    results = []
+    for batch_size in (1, 7, 64):
+        done = evaluation.evaluate(*tiny, questions[::60], retriever, rollout.RolloutSettings(), batch_size=batch_size)
+        for case in done:
+            case.seconds = 0.0
+        results.append(evaluation.report(done))
+    assert results[0] == results[1] == results[2] and results[0]["n"] == 10 and results[0]["sd"] > 1
 
 
 def reports(depth, em=1.0):
@@ -297,7 +309,131 @@ def test_command_line_evaluates_a_run(tmp_path, capsys, monkeypatch):
     assert "needs 2" in printed and "Who (q5)?" in printed
 
 
+def test_forced_depth_from_the_command_line(tmp_path, capsys, monkeypatch):
+    cases = [question(f"q{i}", hops=i % 3) for i in range(6)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, cases)), encoding="utf-8")
+    (tmp_path / "c.jsonl").write_text('{"id": "1", "title": "Ada", "text": "A mathematician."}', encoding="utf-8")
+
+    def scripted(model, tokenizer, questions, retriever, settings, force_depth, **more):
+        """Right, also as a self-answer, as soon as the need is met."""
+        done = []
+        for q in questions:
+            need = q["metadata"]["hops"]
+            turns = [search(query, RIGHT if t >= need else "?") for t, query in enumerate(QUERIES[:force_depth], 1)]
+            done.append(trajectory(*turns, answer("Ada Lovelace" if force_depth >= need else "x"), q=q))
+        return done
+
+    monkeypatch.setattr(rollout, "load_policy", lambda model, adapter=None: (None, None))
+    monkeypatch.setattr(rollout, "rollout", scripted)
+    out = tmp_path / "out.json"
+    assert evaluation.main(["--model", "m", "--questions", str(tmp_path / "q.jsonl"), "--corpus",
+                            str(tmp_path / "c.jsonl"), "--force_depth", "2", "0", "1", "--out", str(out), "--format",
+                            "svg", "--html", str(tmp_path / "page.html")]) == 0
+    forced = json.loads(out.read_text())["forced"]
+    assert list(forced) == ["0", "1", "2"] and forced["2"]["settings"]["force_depth"] == 2
+    assert [forced[depth]["em"] for depth in forced] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert [forced[depth]["osr"] for depth in forced] == pytest.approx([0, 0, 2 / 3])  # right before the last search
+    printed = capsys.readouterr().out
+    assert [line.split()[2:] for line in printed.splitlines() if line.startswith("  needs 1")] == [
+        ["0.000", "1.000", "1.000"], ["0.000", "0.000", "1.000"]]
+    assert b"<svg" in (tmp_path / "forced_depth.svg").read_bytes()
+    assert "Forced depth" in (tmp_path / "page.html").read_text()
+
+
+class PageReader(HTMLParser):
+    """Tags that are open, and everything that a page would fetch or run."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.sources, self.text = [], [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.open += [tag] if tag not in ("meta", "img") else []
+        self.sources += [v for k, v in attributes if k in ("src", "href") or k.startswith("on")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def finished_run(folder, depth, **more):
+    """A run with all that training leaves: reports, metrics, held-out trajectories."""
+    make_run(folder, depth=depth, **more)
+    (folder / "metrics.jsonl").write_text('{"step": 0, "reward": 1.0}\n{"step": 1, "reward": 1.5}\n')
+    evil = [{"title": "</dd><script>alert(1)</script>", "text": "\u202e<img src=x onerror=alert(2)> ${title} $body"}]
+    cases = [trajectory(*(search(q, RIGHT, evil) for q in QUERIES[:depth]), answer(), q=question(f"q{i}", hops=i % 2))
+             for i in range(4)]
+    evaluation.save_trajectories(folder / evaluation.HELD_OUT, [(t, evaluation.score_trajectory(t)) for t in cases])
+    return str(folder)
+
+
+def test_the_page_of_a_run_is_self_contained_and_runs_nothing(tmp_path, capsys):
+    run, page = finished_run(tmp_path / "run", 2), tmp_path / "page.html"
+    assert evaluation.main(["--run", run, "--html", str(page), "--show", "2", "--where", "hops == 1"]) == 0
+    reader = PageReader(page.read_text(encoding="utf-8"))
+    assert reader.open == [] and "script" not in reader.tags and reader.tags.count("img") == 1
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in reader.sources)
+    for part in ("Who (q3)?", "<script>alert(1)</script>", "<U+202E>", "${title} $body", "3.00 -> 2.00", "needs 2",
+                 "Training curves", "searches made", "over search: t_c 1", "quality +1.000", "EM 1, F1 1.00"):
+        assert part in reader.text
+    assert "Who (q0)?" not in reader.text and "Who (q3)?" in capsys.readouterr().out
+
+
+def test_two_runs_on_the_same_questions(tmp_path, capsys):
+    runs = [finished_run(tmp_path / name, depth) for name, depth in (("short", 1), ("long", 3))]
+    page = tmp_path / "page.html"
+    (tmp_path / "long" / "eval.json").write_text(json.dumps(
+        {"before": reports(3), "after": reports(3), "forced": {"0": reports(0)["greedy"], "2": reports(2)["greedy"]}}))
+    assert evaluation.main(["--compare", *runs, "--html", str(page), "--show", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("short\n\n    question  Who (q0)?") < printed.index("long\n\n    question  Who (q0)?")
+    reader = PageReader(page.read_text(encoding="utf-8"))
+    assert reader.open == [] and "short: exact, 1 searches" in reader.text and "long: over, 3 searches" in reader.text
+    assert reader.text.count("Who (q0)?") == 4  # as heading and as first line, for each run
+    evaluation.save_trajectories(tmp_path / "short" / evaluation.HELD_OUT, [])
+    assert evaluation.main(["--compare", *runs, "--show", "1"]) == 2
+
+
+def test_questions_with_different_depths_come_first(tmp_path):
+    runs = [tmp_path / "a", tmp_path / "b"]
+    for run, depths in zip(runs, ([1, 1, 1], [1, 1, 2])):
+        run.mkdir()
+        cases = [searching(depth, question(f"q{i}")) for i, depth in enumerate(depths)]
+        evaluation.save_trajectories(run / evaluation.HELD_OUT, [(t, evaluation.score_trajectory(t)) for t in cases])
+    chosen = evaluation.side_by_side(runs, 2)
+    assert [[t.question["id"] for t, _ in pairs] for pairs in chosen.values()] == [["q2", "q0"]] * 2
+
+
+def test_measure_saved_trajectories(tmp_path, capsys):
+    path = tmp_path / "saved.jsonl"
+    cases = [searching(i % 2, question(f"q{i}", hops=1)) for i in range(4)]
+    evaluation.save_trajectories(path, [(t, evaluation.score_trajectory(t)) for t in cases])
+    assert evaluation.main(["--trajectories", str(path)]) == 0
+    assert evaluation.report_table(evaluation.report(cases)) in capsys.readouterr().out
+    path.write_text('{"id": 3}\n')
+    assert evaluation.main(["--trajectories", str(path)]) == 2
+    assert "record 1 is no trajectory" in capsys.readouterr().err
+
+
+def test_ask_prints_what_happens_and_the_scores(tiny, world, capsys):
+    retriever, questions = world
+    asked = next(q for q in questions if q["metadata"]["hops"] == 2)
+    evaluation.ask(tiny, retriever, rollout.RolloutSettings(), asked["question"], asked["golden_answers"])
+    printed = capsys.readouterr().out
+    assert printed.index("<search>") < printed.index("<information>Doc 1(Title:") < printed.index("[self-answer]")
+    assert f"answer: {asked['golden_answers'][0]}" in printed and "step 1 reward: format +0.025" in printed
+    assert printed.count("<information>") == printed.count("[self-answer]") and "verdict: " in printed
+    evaluation.ask(tiny, retriever, rollout.RolloutSettings(), asked["question"])
+    assert "self-answer" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("args", [
+    ["--where", "em == 1"], ["--gold", "x"], ["--force_depth", "-1"], ["--html", "no/such/folder/p.html"],
+    ["--trajectories", "no.jsonl"], ["--ask", "Who?"],
     [], ["--run", "no/such/run"], ["--compare", "no/such/run"], ["--curves", "no/such/run"], ["--model", "m"],
     ["--model", "m", "--questions", "none.jsonl", "--corpus", "none.jsonl"], ["--show", "1", "--run", "no/such/run"],
     ["--model", "m", "--questions", "q", "--corpus", "c", "--samples", "2"],

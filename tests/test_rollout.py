@@ -123,6 +123,47 @@ def test_sampled_ids_are_kept_where_the_text_would_be_encoded_otherwise(bpe_mode
     assert trajectory.completion_ids[boundary : boundary + len(observation)] == observation
 
 
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_forced_depth_is_exact_whatever_the_policy_wants(tiny, world, depth):
+    retriever, questions = world
+    forced = rollout(*tiny, questions[::60], retriever, RolloutSettings(), temperature=0, force_depth=depth)
+    free = rollout(*tiny, questions[::60], retriever, RolloutSettings(), temperature=0)
+    assert {t.search_depth for t in forced} == {depth} and len({t.search_depth for t in free}) > 1
+    for trajectory in forced:
+        assert [turn.action for turn in trajectory.turns] == ["search"] * depth + ["answer"]
+        assert sum(turn.self_answer is not None for turn in trajectory.turns) == depth
+        assert ro.PROBE not in trajectory.turns[-1].text
+
+
+def test_forced_search_replaces_what_is_fused_to_the_tags(bpe_model, bpe_tokenizer, script):
+    fused = next(i for i in range(len(bpe_tokenizer)) if bpe_tokenizer.decode([i]) in (">\n\n", ">\n", ">\n\n<"))
+    thought = bpe_tokenizer("<think>done</think")["input_ids"] + [fused]
+    query = bpe_tokenizer("lune")["input_ids"] + [next(i for i in range(315) if bpe_tokenizer.decode([i]) == "?</")]
+    script(bpe_tokenizer, [thought, query, "<think>b</think><answer>Nile</answer>"])
+    retriever = CountingRetriever()
+    trajectory = play(bpe_model, bpe_tokenizer, retriever, force_depth=1)
+    assert trajectory.steps == ["<think>done</think> <search>lune?</search>", "<think>b</think><answer>Nile</answer>"]
+    assert retriever.asked == ["lune?"] and trajectory.stop == "answer"
+    sampled = [i for i, m in zip(trajectory.completion_ids, trajectory.completion_mask) if m]
+    assert bpe_tokenizer.decode(sampled).startswith("<think>done</thinklune<think>b")
+    prompt = bpe_tokenizer.decode(trajectory.prompt_ids)
+    assert ro.FORCED.format(depth=1) in prompt
+
+
+def test_a_trajectory_can_be_watched_as_it_grows(tiny, world):
+    retriever, questions = world
+    seen = []
+    trajectory = rollout(*tiny, questions[-1:], retriever, RolloutSettings(), temperature=0,
+                         on_text=lambda kind, text: seen.append((kind, text)))[0]  # fmt: skip
+    for (kind, text), (next_kind, longer) in zip(seen, seen[1:]):
+        assert kind != next_kind or longer.startswith(text)
+    last = [text for (kind, text), after in zip(seen, [*seen[1:], ("end", "")]) if after[0] != kind and kind == "turn"]
+    assert last == trajectory.steps
+    shown = [text for kind, text in seen if kind == "observation"]
+    assert shown == [ro.show_passages(turn.passages) for turn in trajectory.turns[:-1]]
+    assert len(seen) > trajectory.tokens
+
+
 def test_what_is_fused_to_the_tag_stays_and_is_trained(bpe_model, bpe_tokenizer, script):
     fused = next(i for i in range(len(bpe_tokenizer)) if bpe_tokenizer.decode([i]) in (">\n\n", ">\n", ">\n\n<"))
     head = bpe_tokenizer("<think>a</think><search>Lune</search")["input_ids"] + [fused]
