@@ -62,7 +62,7 @@ class EvalSettings:
     by: list[str] | None = setting(None, "metadata keys to group by; none given: hops")
     force_depth: list[int] | None = setting(None, "make the policy search exactly so often, for each of these numbers")
     out: str | None = setting(None, "JSON file for the report; none given: eval.json of the run or the current folder")
-    show: int = setting(0, "print so many scored trajectories, by the paper's rewards: with --run alone the last saved")
+    show: int = setting(0, "print so many trajectories, scored by the paper's rewards: with --run alone saved ones")
     where: str | None = setting(None, "which of them, for example \"hops==2 and em==0\"")
     html: str | None = setting(None, "write tables, figures and --show trajectories (10) to this page")
     compare: list[str] | None = setting(None, "run folders to put side by side: a table, a figure of EM against SD")
@@ -693,9 +693,10 @@ def html_table(rows, heading):
     lines = []
     for i, row in enumerate(rows):
         if isinstance(row, str):
-            lines.append(f'<tr class="group"><th colspan="{len(rows[0])}">{html.escape(row)}</th></tr>')
+            heading = html.escape(row).replace("-&gt;", "→")
+            lines.append(f'<tr class="group"><th colspan="{len(rows[0])}">{heading}</th></tr>')
         else:
-            first, *cells = (html.escape(cell) for cell in row)
+            first, *cells = (html.escape(cell).replace("-&gt;", "→") for cell in row)
             tag = "td" if i else "th"
             lines.append(f"<tr><th>{first}</th>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>")
     return f"<h2>{html.escape(heading)}</h2>\n<div class=\"wide\"><table>\n" + "\n".join(lines) + "\n</table></div>"
@@ -713,7 +714,8 @@ def html_figure(draw, heading):
 
 def html_trajectory(trajectory, score, name=""):
     """A scored Trajectory as an article whose first line folds it away."""
-    head = f"{name} {verdict(trajectory, score)}, {trajectory.search_depth} searches, reward {score.total:+.3f}"
+    searches = f"{trajectory.search_depth} search{'es' * (trajectory.search_depth != 1)}"
+    head = f"{name} {verdict(trajectory, score)}, {searches}, reward {score.total:+.3f}"
     blocks = ["".join(f'<dt>{html.escape(name)}</dt><dd class="{kind}">{html.escape(printable(text))}</dd>\n'
                       for name, text, kind in block) for block in describe(trajectory, score)]
     question = html.escape(printable(trajectory.question["question"]))
@@ -739,7 +741,7 @@ def html_report(result, heading):
     parts = [html_table(report_rows(result), heading)]
     if result["depth"]:
         rows, line = depth_rows(result["depth"])
-        parts += [html_table(rows, "Searches made against searches needed"), f"<p>{html.escape(line)}</p>"]
+        parts += [html_table(rows, "Searches made against searches needed"), f"<p class=\"line\">{html.escape(line)}</p>"]
     settings = "".join(f"<dt>{html.escape(str(key))}</dt><dd>{html.escape(str(value))}</dd>\n"
                        for key, value in result["settings"].items())
     return "\n".join([*parts, f"<details><summary>What these numbers depend on</summary><dl>{settings}</dl></details>"])
@@ -870,11 +872,15 @@ def look(args, config, settings):
             print(report_table(result))
     else:
         sections, pairs = evaluate_and_save(args, config, settings)
-    chosen = choose(pairs, args.where)
+    chosen, count = choose(pairs, args.where), args.show or 10
+    if saved and Path(saved).name == SAMPLES:
+        chosen = chosen[-count:]  # the end of training
+    else:
+        chosen = chosen[:: max(1, len(chosen) // count)][:count]  # from all over the questions
     if args.show:
-        print("\n" + RULE.join(render_trajectory(*pair) for pair in chosen[-args.show :]))
+        print("\n" + RULE.join(render_trajectory(*pair) for pair in chosen))
     if args.html:
-        write_page(args.html, title, [*sections, html_trajectories(chosen[-(args.show or 10) :])])
+        write_page(args.html, title, [*sections, html_trajectories(chosen)])
         print(f"page: {args.html}")
 
 

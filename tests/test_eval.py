@@ -377,7 +377,7 @@ def test_the_page_of_a_run_is_self_contained_and_runs_nothing(tmp_path, capsys):
     reader = PageReader(page.read_text(encoding="utf-8"))
     assert reader.open == [] and "script" not in reader.tags and reader.tags.count("img") == 1
     assert all(source.startswith("data:image/svg+xml;base64,") for source in reader.sources)
-    for part in ("Who (q3)?", "<script>alert(1)</script>", "<U+202E>", "${title} $body", "3.00 -> 2.00", "needs 2",
+    for part in ("Who (q3)?", "<script>alert(1)</script>", "<U+202E>", "${title} $body", "3.00 → 2.00", "needs 2",
                  "Training curves", "searches made", "over search: t_c 1", "quality +1.000", "EM 1, F1 1.00"):
         assert part in reader.text
     assert "Who (q0)?" not in reader.text and "Who (q3)?" in capsys.readouterr().out
@@ -392,7 +392,7 @@ def test_two_runs_on_the_same_questions(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.index("short\n\n    question  Who (q0)?") < printed.index("long\n\n    question  Who (q0)?")
     reader = PageReader(page.read_text(encoding="utf-8"))
-    assert reader.open == [] and "short: exact, 1 searches" in reader.text and "long: over, 3 searches" in reader.text
+    assert reader.open == [] and "short: exact, 1 search," in reader.text and "long: over, 3 searches" in reader.text
     assert reader.text.count("Who (q0)?") == 4  # as heading and as first line, for each run
     evaluation.save_trajectories(tmp_path / "short" / evaluation.HELD_OUT, [])
     assert evaluation.main(["--compare", *runs, "--show", "1"]) == 2
