@@ -692,11 +692,10 @@ def html_table(rows, heading):
     """Rows as an HTML table under a heading."""
     lines = []
     for i, row in enumerate(rows):
+        first, *cells = (html.escape(cell).replace("-&gt;", "→") for cell in ([row] if isinstance(row, str) else row))
         if isinstance(row, str):
-            heading = html.escape(row).replace("-&gt;", "→")
-            lines.append(f'<tr class="group"><th colspan="{len(rows[0])}">{heading}</th></tr>')
+            lines.append(f'<tr class="group"><th colspan="{len(rows[0])}">{first}</th></tr>')
         else:
-            first, *cells = (html.escape(cell).replace("-&gt;", "→") for cell in row)
             tag = "td" if i else "th"
             lines.append(f"<tr><th>{first}</th>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>")
     return f"<h2>{html.escape(heading)}</h2>\n<div class=\"wide\"><table>\n" + "\n".join(lines) + "\n</table></div>"
@@ -741,7 +740,8 @@ def html_report(result, heading):
     parts = [html_table(report_rows(result), heading)]
     if result["depth"]:
         rows, line = depth_rows(result["depth"])
-        parts += [html_table(rows, "Searches made against searches needed"), f"<p class=\"line\">{html.escape(line)}</p>"]
+        parts += [html_table(rows, "Searches made against searches needed"),
+                  f'<p class="line">{html.escape(line)}</p>']
     settings = "".join(f"<dt>{html.escape(str(key))}</dt><dd>{html.escape(str(value))}</dd>\n"
                        for key, value in result["settings"].items())
     return "\n".join([*parts, f"<details><summary>What these numbers depend on</summary><dl>{settings}</dl></details>"])

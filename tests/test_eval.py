@@ -306,7 +306,7 @@ def test_command_line_evaluates_a_run(tmp_path, capsys, monkeypatch):
     result = json.loads(out.read_text())["greedy"]
     assert result["n"] == 6 and result["settings"]["topk"] == 1 and len(result["settings"]["corpus_sha256"]) == 64
     printed = capsys.readouterr().out
-    assert "needs 2" in printed and "Who (q5)?" in printed
+    assert "needs 2" in printed and "Who (q2)?" in printed
 
 
 def test_forced_depth_from_the_command_line(tmp_path, capsys, monkeypatch):
