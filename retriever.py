@@ -47,6 +47,16 @@ class SearchError(RuntimeError):
     """A search server did not give a usable answer. One line: URL, status and the start of the body."""
 
 
+def error_line(error):
+    """The first line of an error's message, for a terminal: what it might obey (escapes, direction marks) goes.
+
+    >>> error_line(DataError("a\\x1b[2Jb\\u202e: damaged\\nmore"))
+    'a?[2Jb?: damaged'
+    """
+    first = str(error).partition("\n")[0] or type(error).__name__
+    return "".join(char if char.isprintable() else "?" for char in first)
+
+
 def _check(ok, where, problem):
     if not ok:
         raise DataError(f"{where}: {problem}")
@@ -124,6 +134,7 @@ def load_corpus(path):
             _check(text.strip(), where, '"contents" has a title but no text')
         passages.append({"id": name, "title": title, "text": text})
     _check(passages, path, "the corpus is empty")
+    _check(any(tokenise(f"{p['title']} {p['text']}") for p in passages), path, "no passage holds a word to search for")
     return passages
 
 
@@ -456,7 +467,7 @@ def main(argv=None):
                 print(f"serving http://{args.host}:{server.server_port}/retrieve, Ctrl-C stops", flush=True)
                 server.serve_forever()
     except (DataError, OSError, OverflowError) as error:  # OverflowError: a port that is none
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error_line(error)}", file=sys.stderr)
         return 2
     return 0
 

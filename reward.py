@@ -106,8 +106,8 @@ def normalize_answer(text, keep_lone_articles=True):
 
 
 def _aliases(golden_answers):
-    """The normalised gold answers without the blank ones; a single answer may come as a string."""
-    golden_answers = [golden_answers] if isinstance(golden_answers, str) else golden_answers
+    """The normalised gold answers without the blank ones; a single answer may come as a string, None as no answer."""
+    golden_answers = [golden_answers] if isinstance(golden_answers, str) else golden_answers or []
     return [alias for alias in map(normalize_answer, golden_answers) if alias]
 
 
@@ -351,10 +351,11 @@ def score(steps, golden_answers, self_answers, weights=PAPER, *, self_answer_0=N
     """Score one trajectory: base + efficiency + quality, per step and named.
 
     `steps`: n + 1 texts, what the policy wrote in each turn; the last is the answer step, all before are search steps,
-    valid or not. `golden_answers`: str or list of str. `self_answers`: n intermediate answers, extracted, None where
-    the policy was not asked. `self_answer_0`: the one before any search, used with `weights.ask_before_search` only.
-    `passages` (a list of {"title", "text"} per step; the answer step's may be missing) and `supporting_titles` are
-    needed by "stepsearch". Raises ValueError where a length or a needed argument is wrong.
+    valid or not. `golden_answers`: str or list of str; None or [] where none is known, which nothing matches.
+    `self_answers`: n intermediate answers, extracted, None where the policy was not asked. `self_answer_0`: the one
+    before any search, used with `weights.ask_before_search` only. `passages` (a list of {"title", "text"} per step; the
+    answer step's may be missing) and `supporting_titles` are needed by "stepsearch". Raises ValueError where a length
+    or a needed argument is wrong.
 
     >>> print(score(["<think>a</think><search>q</search>", "<think>b</think><answer>Nile</answer>"], "Nile", ["Nile"]))
     step       format    outcome efficiency    quality      total
