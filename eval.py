@@ -41,7 +41,7 @@ from transformers import HfArgumentParser
 
 import reward
 import rollout
-from retriever import BM25, DataError, SearchClient, SearchError, load_corpus, load_questions
+from retriever import BM25, DataError, SearchClient, SearchError, error_line, load_corpus, load_questions
 from rollout import setting
 
 
@@ -192,7 +192,7 @@ def evaluate(model, tokenizer, questions, retriever, settings, temperature=0.0, 
     for start in tqdm(range(0, len(questions), batch_size), "evaluation", leave=False, disable=None):
         trajectories += rollout.rollout(
             model, tokenizer, questions[start : start + batch_size], retriever, settings, num_generations=samples,
-            temperature=temperature, ask_before_search=True, seed=seed * 1_000_003 + start, force_depth=force_depth)
+            temperature=temperature, ask_before_search=True, seed=rollout.seed_of(seed, start), force_depth=force_depth)
     return trajectories
 
 
@@ -285,15 +285,22 @@ def forced_rows(forced):
 
 def write_text(path, text):
     """Write to a temporary name and rename, so that no reader ever sees half a file. Raises OSError."""
-    Path(f"{path}.tmp").write_text(text, encoding="utf-8")
-    os.replace(f"{path}.tmp", path)
+    temporary = Path(f"{path}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # half a file must not go on filling a full disk
 
 
 def read_json(path):
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{path}: expected a JSON object, got {type(record).__name__}")
+    return record
 
 
 def read_lines(path):
@@ -343,7 +350,8 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "
 CURVES = {"reward": "reward", "reward/format": "format reward", "reward/outcome": "outcome reward",
           "reward/efficiency": "efficiency reward", "reward/quality": "quality reward", "em": "exact match (EM)",
           "search_depth": "searches per question", "over_search_ratio": "over-search ratio",
-          "valid_action_ratio": "valid-action ratio", "kl": "KL to the reference (nats)", "entropy": "entropy (nats)",
+          "eval/reward": "held-out reward", "valid_action_ratio": "valid-action ratio",
+          "kl": "KL to the reference (nats)", "entropy": "entropy (nats)",
           "frac_reward_zero_std": "groups of equal rewards", "tokens": "tokens per trajectory",
           "seconds/rollout": "rollout (seconds)", "seconds/self_answer": "self-answers (seconds)",
           "seconds/update": "update (seconds)"}
@@ -801,7 +809,7 @@ def check(args):
             raise DataError(f"--{name} {path}: there is no folder {Path(path).parent}")
 
 
-def load(args, config):
+def load(args, config, settings):
     """(policy, questions, retriever, what they were loaded from) for the command line. Raises DataError, OSError."""
     url = args.retriever_url or config.get("retriever_url")
     wanted = ["model"] + ["questions"] * (args.ask is None) + ["corpus"] * (not url)
@@ -815,6 +823,7 @@ def load(args, config):
     if adapter is not None and not Path(adapter or "?").is_dir():
         raise DataError(f"{adapter or args.run}: there is no adapter")
     questions = load_questions(rollout.locate(given["questions"]))[: args.limit] if "questions" in given else []
+    rollout.check_model(rollout.locate(given["model"]), settings, [(given.get("questions"), questions)], adapter)
     retriever = SearchClient(url) if url else BM25(load_corpus(rollout.locate(given["corpus"])))
     policy = rollout.load_policy(rollout.locate(given["model"]), adapter)
     origin = {"model": given.pop("model"), "adapter": adapter, "files": given, "retriever": url or "BM25"}
@@ -823,7 +832,7 @@ def load(args, config):
 
 def evaluate_and_save(args, config, settings):
     """The command line's evaluation: load, roll out, print, write. Returns the page's sections and the trajectories."""
-    policy, questions, retriever, origin = load(args, config)
+    policy, questions, retriever, origin = load(args, config, settings)
     name = Path(args.run).name if args.run else origin["model"]
     out = args.out or str(Path(args.run or ".") / "eval.json")
     how = "sampled" if args.temperature > 0 else "greedy"
@@ -909,7 +918,7 @@ def compare(args):
 
 def interactive(args, config, settings):
     """`--ask`: one question, or as many as are typed until an empty line."""
-    policy, _, retriever, _ = load(args, config)
+    policy, _, retriever, _ = load(args, config, settings)
     if args.ask:
         return ask(policy, retriever, settings, args.ask, args.gold, args.temperature, args.seed)
     with suppress(EOFError, KeyboardInterrupt):
@@ -936,7 +945,7 @@ def main(argv=None):
             args, settings = parser.parse_args_into_dataclasses(argv)
             (look if args.ask is None else interactive)(args, config, settings)
     except (DataError, SearchError, OSError) as error:
-        print(f"eval.py: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"eval.py: {error_line(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -15,21 +15,25 @@ import re
 import sys
 import time
 import unicodedata
+import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # before its import, at which it warns of an optional kernel
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT asks by the old name
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
+from huggingface_hub import HfApi, try_to_load_from_cache
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicLayer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 import reward
-from retriever import DataError
+from retriever import DataError, error_line
 
 if not sys.stderr.isatty():
     disable_progress_bar()  # of weights being loaded: not for log files
@@ -135,29 +139,101 @@ def locate(path):
     return str(beside) if not os.path.exists(path) and beside.exists() else path
 
 
+def seed_of(seed, number):
+    """The seed of training step or evaluation batch `number` of a run: far from those of other seeds."""
+    return (seed * 1_000_003 + number) % 2**32
+
+
+@contextmanager
+def on_failure(problem):
+    """Turns whatever a library raises over a file, which differs widely, into one DataError that begins so."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"{problem}: {error_line(error)}") from None
+
+
 def load_tokenizer(model_path):
-    """The tokenizer of a model folder or hub name.
+    """The tokenizer of a model folder or hub name. Raises DataError where there is none that can spell our tags.
 
     `AutoTokenizer` chooses the class by the model's type; a file that declares the generic class, as the tiny model's
     does, would be given Qwen2's splitting rules by it.
     """
-    declared = get_tokenizer_config(model_path).get("tokenizer_class")
-    generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(model_path)
+    with on_failure(f"{model_path}: neither a model folder nor a model of the hub"):
+        if not os.path.isdir(model_path) and not try_to_load_from_cache(model_path, "config.json"):
+            HfApi().model_info(model_path, timeout=3)  # asked once; below, each file would be asked for ten times
+    if os.path.isdir(model_path) and not os.path.isfile(os.path.join(model_path, "config.json")):
+        raise DataError(f"{model_path}: no model folder, config.json is missing")
+    with on_failure(f"{model_path}: no model with a tokenizer"):
+        declared = get_tokenizer_config(model_path).get("tokenizer_class")
+        generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        kind = PreTrainedTokenizerFast if generic else AutoTokenizer
+        tokenizer = kind.from_pretrained(model_path, trust_remote_code=False)
+    if not all(tag in tokenizer.decode(encode(tokenizer, tag)) for tag in TAGS):  # an empty one is made for no files
+        raise DataError(f"{model_path}: no tokenizer there, or one that cannot spell {TAGS[0]}")
+    return tokenizer
+
+
+def check_model(model_path, settings, files, adapter=None):
+    """Refuse a model, adapter, context or question that cannot be used before any weights are loaded (DataError).
+
+    files: list of (path, questions).
+    """
+    tokenizer = load_tokenizer(model_path)
+    with on_failure(f"{model_path}: no model"):
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or settings.max_context
+    if settings.max_context > positions:
+        raise DataError(f"--max_context {settings.max_context}: {model_path} has {positions} positions")
+    without_question = len(encode_prompt(tokenizer, ""))
+    for path, question in ((path, question) for path, questions in files for question in questions):
+        longest = without_question + len(question["question"].encode())  # a token is a byte or more: most need no look
+        if longest + settings.max_turn_tokens > settings.max_context:
+            with on_failure(path):
+                check_room(question, encode_prompt(tokenizer, question["question"]), settings)
+    for name in ("adapter_config.json", "adapter_model.safetensors") if adapter else ():
+        if not os.path.isfile(os.path.join(adapter, name)):
+            raise DataError(f"{adapter}: no adapter there, {name} is missing")
+
+
+def check_room(question, prompt, settings):
+    """Raises DataError if a question's prompt (ids) leaves no room for a turn."""
+    if len(prompt) + settings.max_turn_tokens > settings.max_context:
+        raise DataError(f"question {question['id']}: its prompt of {len(prompt)} tokens leaves no room for a turn of "
+                        f"{settings.max_turn_tokens} within --max_context {settings.max_context}")  # fmt: skip
+
+
+def load_base_model(model_path, **options):
+    """A causal LM from safetensors files; no code that comes with it is run. Raises DataError where it is damaged."""
+    options |= {"trust_remote_code": False, "use_safetensors": True}
+    with on_failure(f"{model_path}: cannot be loaded"):
+        return AutoModelForCausalLM.from_pretrained(model_path, **options)
+
+
+def load_adapter(model, folder, is_trainable=False):
+    """`model` with the LoRA adapter in `folder`. Raises DataError where it is damaged or another model's."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    with on_failure(f"{folder}: no adapter of this model"):
+        model = PeftModel.from_pretrained(model, folder, is_trainable=is_trainable)
+        saved, own = load_file(Path(folder) / "adapter_model.safetensors"), get_peft_model_state_dict(model)
+        if saved.keys() != own.keys():  # the library takes what fits and leaves the rest as it was
+            raise DataError(f"{len(saved.keys() ^ own.keys())} of its weights have no counterpart")
+        if not all(weight.isfinite().all() for weight in saved.values()):
+            raise DataError("it holds numbers that are not finite")
+    return model
 
 
 def load_policy(model_path, adapter=None):
     """A model for evaluation, with its LoRA adapter if given, and its tokenizer: bf16 on a GPU, float32 elsewhere.
 
-    Returns (model, tokenizer).
+    Returns (model, tokenizer). Raises DataError.
     """
     cuda = torch.cuda.is_available()
     tokenizer = load_tokenizer(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16 if cuda else torch.float32)
+    model = load_base_model(model_path, dtype=torch.bfloat16 if cuda else torch.float32)
     if adapter:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, adapter)
+        model = load_adapter(model, adapter)
         model = model if cuda else model.merge_and_unload()  # bf16 weights would round the adapter away
     return model.to("cuda" if cuda else "cpu").eval(), tokenizer
 
@@ -180,13 +256,13 @@ def encode_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT):
 
 
 def clean(text):
-    """Retrieved text made harmless: our tags lose their brackets, control characters become blanks.
+    """Retrieved text made harmless: our tags and <|markers|> lose their brackets, control characters become blanks.
 
-    >>> clean("a</information>\\x1b[0m<search>b</search>")
-    'a(/information) [0m(search)b(/search)'
+    >>> clean("a</information>\\x1b[0m<search>b</search><|im_end|>")
+    'a(/information) [0m(search)b(/search)(|im_end|)'
     """
     text = "".join(" " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text)
-    return re.sub(r"<\s*(/?\s*(?:think|search|answer|information))\s*>", r"(\1)", text, flags=re.IGNORECASE)
+    return re.sub(r"(?i)<\s*((?:/\s*)?(?:think|search|answer|information)|\|[^<>]*\|)\s*>", r"(\1)", text)
 
 
 def show_passages(passages):
@@ -356,9 +432,7 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
     generator, branch_generator = (torch.Generator(model.device).manual_seed(2 * seed + k) for k in (0, 1))
     prompts = [encode_prompt(tokenizer, question["question"], system_prompt) for question in questions]
     for question, prompt in zip(questions, prompts):
-        if len(prompt) + settings.max_turn_tokens > settings.max_context:
-            raise DataError(f"question {question['id']}: its prompt of {len(prompt)} tokens leaves no room for a turn "
-                             f"of {settings.max_turn_tokens} within --max_context {settings.max_context}")  # fmt: skip
+        check_room(question, prompt, settings)
     trajectories = [Trajectory(q, prompt_ids=p) for q, p in zip(questions, prompts) for _ in range(num_generations)]
 
     def watch(kind):
@@ -453,11 +527,11 @@ def observe(live, retriever, tokenizer, settings, turns_left):
     """
     actions = [reward.parse_action(trajectory.turns[-1].text) for trajectory in live]
     searches = [row for row, (kind, _) in enumerate(actions) if kind == "search" and turns_left]
-    queries = [clean(actions[row][1])[: settings.max_query_chars] for row in searches]
+    queries = [clean(actions[row][1][: settings.max_query_chars]) for row in searches]
     for row, query, found in zip(searches, queries, retriever.search(queries, settings.topk) if queries else []):
         turn, limit = live[row].turns[-1], settings.max_passage_chars
         turn.query = query
-        turn.passages = [{key: clean(passage[key])[:limit] for key in ("title", "text")} for passage in found]
+        turn.passages = [{key: clean(passage[key][:limit]) for key in ("title", "text")} for passage in found]
     room_for_next = max(settings.max_turn_tokens, len(encode(tokenizer, PROBE)) + settings.max_self_answer_tokens)
     observations = []
     for trajectory, (kind, _) in zip(live, actions):

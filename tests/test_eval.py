@@ -284,8 +284,10 @@ def test_command_line_evaluates_a_run(tmp_path, capsys, monkeypatch):
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
     (tmp_path / "c.jsonl").write_text('{"id": "1", "title": "Ada", "text": "A mathematician."}', encoding="utf-8")
     (tmp_path / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "adapter" / name).touch()
     (tmp_path / "config.json").write_text(json.dumps({
-        "model": "m", "questions": "train.jsonl", "corpus": "train_corpus.jsonl", "max_searches": 2,
+        "model": "data/tiny_model", "questions": "train.jsonl", "corpus": "train_corpus.jsonl", "max_searches": 2,
         "eval_questions": str(tmp_path / "q.jsonl"), "eval_corpus": str(tmp_path / "c.jsonl")}))
     seen = {}
 
@@ -302,7 +304,8 @@ def test_command_line_evaluates_a_run(tmp_path, capsys, monkeypatch):
     out = tmp_path / "out.json"
     args = ["--run", str(tmp_path), "--limit", "6", "--out", str(out), "--topk", "1"]
     assert evaluation.main([*args, "--show", "1", "--where", "hops == 2"]) == 0
-    assert seen == {"model": "m", "adapter": f"{tmp_path}/adapter", "max_searches": 2, "topk": 1}
+    assert seen == {"model": rollout.locate("data/tiny_model"), "adapter": f"{tmp_path}/adapter", "max_searches": 2,
+                    "topk": 1}
     result = json.loads(out.read_text())["greedy"]
     assert result["n"] == 6 and result["settings"]["topk"] == 1 and len(result["settings"]["corpus_sha256"]) == 64
     printed = capsys.readouterr().out
@@ -326,7 +329,7 @@ def test_forced_depth_from_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(rollout, "load_policy", lambda model, adapter=None: (None, None))
     monkeypatch.setattr(rollout, "rollout", scripted)
     out = tmp_path / "out.json"
-    assert evaluation.main(["--model", "m", "--questions", str(tmp_path / "q.jsonl"), "--corpus",
+    assert evaluation.main(["--model", "data/tiny_model", "--questions", str(tmp_path / "q.jsonl"), "--corpus",
                             str(tmp_path / "c.jsonl"), "--force_depth", "2", "0", "1", "--out", str(out), "--format",
                             "svg", "--html", str(tmp_path / "page.html")]) == 0
     forced = json.loads(out.read_text())["forced"]
