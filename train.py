@@ -22,10 +22,12 @@ import math
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,14 +43,26 @@ from eval import (
     evaluate,
     plot_curves,
     provenance,
+    read_json,
     render_trajectory,
     report,
     save_trajectories,
     score_trajectory,
     write_text,
 )
-from retriever import BM25, DataError, SearchClient, SearchError, load_corpus, load_questions
-from rollout import RolloutSettings, load_tokenizer, locate, rollout, setting
+from retriever import BM25, DataError, SearchClient, SearchError, error_line, load_corpus, load_questions
+from rollout import (
+    RolloutSettings,
+    check_model,
+    load_adapter,
+    load_base_model,
+    load_tokenizer,
+    locate,
+    on_failure,
+    rollout,
+    seed_of,
+    setting,
+)
 
 
 @dataclass
@@ -61,6 +75,7 @@ class TrainSettings:
     eval_corpus: str = setting("data/tinyworld/dev_corpus.jsonl", "passages for the held-out questions")
     eval_questions: str = setting("data/tinyworld/dev.jsonl", "held-out questions; '' for none")
     eval_limit: int | None = setting(None, "use only the first so many held-out questions")
+    eval_sample: int = setting(64, "held-out questions, the first ones, by whose greedy reward `best` is kept; 0: none")
     eval_batch_size: int = setting(128, "held-out questions rolled out together")
     retriever_url: str | None = setting(None, "search server (Search-R1's protocol) to use instead of the corpora")
     name: str | None = setting(None, "written to runs/NAME of the current folder; default: reward and seed")
@@ -82,42 +97,80 @@ class TrainSettings:
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
     micro_batch_size: int = setting(16, "sequences in one forward and backward pass")
     sample_every: int = setting(10, "print a scored trajectory every so many steps; 0 for none")
-    save_every: int = setting(10, "write a checkpoint every so many steps")
+    save_every: int = setting(10, "write a checkpoint, and look for the best, every so many steps")
     seed: int = setting(0, "the same seed gives the same run")
 
 
-def train(model, tokenizer, optimizer, questions, retriever, settings, rollout_settings, weights, run, first_step):
-    """The loop: questions -> rollouts -> rewards -> advantages -> loss -> update."""
-    bar = tqdm(range(first_step, settings.steps), initial=first_step, total=settings.steps, desc=run.name)
-    for step in bar:
-        start, seconds = time.perf_counter(), {}  # seconds by phase
-        step_seed = (settings.seed * 1_000_003 + step) % 2**32
-        torch.manual_seed(step_seed)  # a step depends on nothing but the seed, its number and the weights
-        batch = draw_questions(questions, settings, step)
-        with inference_weights(model):
-            trajectories = rollout(
-                model, tokenizer, batch, retriever, rollout_settings, settings.num_generations, settings.temperature,
-                ask_before_search=weights.ask_before_search, seed=step_seed, phase_seconds=seconds,
-            )  # fmt: skip
-        scores = [score_trajectory(trajectory, weights) for trajectory in trajectories]
-        rewards = rewards_of(scores)
-        check_finite(rewards, trajectories)
-        advantages = group_advantages(rewards, settings.num_generations)
-        update_start = time.perf_counter()
-        learning_rate = settings.learning_rate * (1 - step / settings.steps)
-        losses = update(model, optimizer, trajectories, advantages, learning_rate, settings)
-        seconds["update"] = time.perf_counter() - update_start
+def train(model, tokenizer, optimizer, data, held_out, settings, rollout_settings, weights, run, first_step):
+    """The loop: questions -> rollouts -> rewards -> advantages -> loss -> update.
 
-        row = metrics_row(step, settings, trajectories, scores, rewards, losses)
-        row["seconds"] = time.perf_counter() - start
-        row |= {f"seconds/{phase}": value for phase, value in seconds.items()}
-        append_line(run / "metrics.jsonl", row)
-        bar.set_postfix_str(f"reward {row['reward']:.2f}, EM {row['em']:.2f}, depth {row['search_depth']:.2f}, "
-                            f"over-search {row['over_search_ratio']:.2f}")  # fmt: skip
-        if settings.sample_every and step % settings.sample_every == 0:
-            show_sample(run, step, trajectories, scores, settings.num_generations)
-        if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
-            save_checkpoint(model, optimizer, step + 1, run)
+    data, held_out: (questions, retriever). Raises KeyboardInterrupt when a signal to stop has been obeyed.
+    """
+    questions, retriever = data
+    drop_later_lines(run / "trajectories.jsonl", first_step)
+    rows = drop_later_lines(run / "metrics.jsonl", first_step)  # all metrics until now
+    bar = tqdm(range(first_step, settings.steps), initial=first_step, total=settings.steps, desc=run.name, disable=None)
+    warned = set()
+    with stop_signals() as stop:
+        for step in bar:
+            start, seconds = time.perf_counter(), {}  # seconds by phase
+            step_seed = seed_of(settings.seed, step)
+            torch.manual_seed(step_seed)  # a step depends on nothing but the seed, its number and the weights
+            batch = draw_questions(questions, settings, step)
+            with inference_weights(model):
+                trajectories = rollout(
+                    model, tokenizer, batch, retriever, rollout_settings, settings.num_generations,
+                    settings.temperature, ask_before_search=weights.ask_before_search, seed=step_seed,
+                    phase_seconds=seconds,
+                )  # fmt: skip
+            scores = [score_trajectory(trajectory, weights) for trajectory in trajectories]
+            rewards = rewards_of(scores)
+            check_finite(rewards, trajectories)
+            advantages = group_advantages(rewards, settings.num_generations)
+            update_start = time.perf_counter()
+            learning_rate = settings.learning_rate * (1 - step / settings.steps)
+            losses = update(model, optimizer, trajectories, advantages, learning_rate, settings)
+            seconds["update"] = time.perf_counter() - update_start
+
+            row = metrics_row(step, settings, trajectories, scores, rewards, losses)
+            row["seconds"] = time.perf_counter() - start
+            row |= {f"seconds/{phase}": value for phase, value in seconds.items()}
+            is_due = (step + 1) % settings.save_every == 0 or step + 1 == settings.steps
+            if is_due:
+                row |= held_out_score(model, tokenizer, *held_out, settings, rollout_settings, weights)
+            rows.append(log_step(row, run, bar, is_due))
+            if settings.sample_every and step % settings.sample_every == 0:
+                show_sample(run, step, trajectories, scores, settings.num_generations)
+            for symptom in symptoms(rows, rollout_settings.max_searches) - warned:
+                warned.add(symptom)
+                tqdm.write(f"warning, step {step}: {symptom}", file=sys.stderr)
+            check_updates(rows)
+            if is_due and is_best(rows):
+                save_checkpoint(model, optimizer, step + 1, run / "best")
+                shutil.rmtree(run / "best.old", ignore_errors=True)
+            if is_due or stop.is_set():
+                save_checkpoint(model, optimizer, step + 1, run / "adapter")
+            if stop.is_set():
+                raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_signals():
+    """Ctrl-C and SIGTERM set the event that this yields, for the step to be finished; a second one interrupts."""
+    stop = threading.Event()
+
+    def ask(number, frame):
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        os.write(2, b"\nfinishing this step; once more stops at once\n")  # print is not safe in a signal handler
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def draw_questions(questions, settings, step):
@@ -159,12 +212,15 @@ def all_equal(groups):
 
 
 def update(model, optimizer, trajectories, advantages, learning_rate, settings):
-    """`num_iterations` clipped GRPO updates on one batch. Returns the means of loss, KL, entropy, ... over them."""
+    """`num_iterations` clipped GRPO updates on one batch. Returns the means of loss, KL, entropy, ... over them.
+
+    An update whose loss or gradient is not finite is skipped and counted.
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     micro_batches = make_micro_batches(trajectories, advantages, settings.micro_batch_size, model.device)
     num_tokens = max(sum(int(batch["completion_mask"].sum()) for batch in micro_batches), 1)
-    totals = {}
+    totals, skipped = {}, 0
     for _ in range(settings.num_iterations):
         for batch in micro_batches:
             logps, entropy = per_token_logps(model, batch, settings.temperature)
@@ -178,12 +234,15 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
             stats |= {"loss": loss.detach(), "entropy": entropy.sum()}
             for key, value in stats.items():
                 totals[key] = totals.get(key, 0.0) + value.item() / num_tokens / settings.num_iterations
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        optimizer.step()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm).item()
+        if math.isfinite(grad_norm) and math.isfinite(totals["loss"]):
+            optimizer.step()
+        else:  # one such step would spoil the weights and Adam's moments for good
+            skipped += 1
         optimizer.zero_grad()
     if not settings.beta:
         totals.pop("kl", None)  # without a reference there is nothing to report
-    return totals | {"grad_norm": grad_norm.item()}
+    return totals | {"grad_norm": grad_norm, "skipped_updates": skipped}
 
 
 def make_micro_batches(trajectories, advantages, size, device):
@@ -288,6 +347,55 @@ def check_finite(rewards, trajectories):
             raise DataError(f"reward {value} for question {trajectory.question['id']}: {trajectory.steps}")
 
 
+def held_out_score(model, tokenizer, questions, retriever, settings, rollout_settings, weights):
+    """Mean reward and EM, greedy, of the first `eval_sample` held-out questions; {} where there are none."""
+    questions = questions[: settings.eval_sample]
+    if not questions:
+        return {}
+    with inference_weights(model):
+        trajectories = evaluate(model, tokenizer, questions, retriever, rollout_settings,
+                                batch_size=settings.eval_batch_size)  # fmt: skip
+    scores = [score_trajectory(trajectory, weights) for trajectory in trajectories]
+    return {"eval/reward": rewards_of(scores).mean().item(), "eval/em": sum(score.em for score in scores) / len(scores)}
+
+
+def is_best(rows):
+    """Whether the last of these metric rows has a held-out reward, and a higher one than all before it."""
+    rewards = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    return "eval/reward" in rows[-1] and rewards[-1] > max(rewards[:-1], default=-math.inf)
+
+
+def check_updates(rows):
+    """Stop once each of the last three steps had an update skipped: the next ones would fare no better."""
+    if len(rows) >= 3 and all(row["skipped_updates"] for row in rows[-3:]):
+        raise DataError("loss or gradient was not finite in 3 steps in a row: --learning_rate may be too high, or the "
+                        "model overflows in its precision; the last checkpoint is kept")  # fmt: skip
+
+
+def symptoms(rows, max_searches):
+    """What is wrong with the last of these metric rows, with the likely cause: a set of messages, empty in health.
+
+    >>> row = {"frac_reward_zero_std": 0.5, "valid_action_ratio": 0.9, "search_depth": 1.5, "entropy": 0.3}
+    >>> symptoms([row], 4), [text[:14] for text in symptoms([row, row | {"search_depth": 0.0}], 4)]
+    (set(), ['nobody searche'])
+    """
+    row, last, start = rows[-1], rows[-5:], rows[0]["entropy"] or 0.0
+    low = [r for r in last if r["entropy"] is not None and r["entropy"] < 0.01 * start]
+    found = {
+        "no group had a signal for 5 steps (all its rewards equal): the questions are too easy or too hard for this "
+        "policy, or --temperature is too low": len(last) == 5 and all(r["frac_reward_zero_std"] == 1 for r in last),
+        "under half of the actions are valid: the model never knew the format and needs a cold start, or it forgets it "
+        "and --learning_rate is too high": row["valid_action_ratio"] < 0.5,
+        "nobody searches any more: searches cost more than they bring, or the questions need none":
+            row["search_depth"] == 0,
+        "everybody searches to the limit: stopping earlier is not worth more, or --max_searches is too low":
+            row["search_depth"] == max_searches,
+        "entropy was under 1% of its start for 5 steps: the policy has collapsed to one text; lower --learning_rate, "
+        "raise --beta": len(low) == 5,
+    }  # fmt: skip
+    return {message for message, is_there in found.items() if is_there}
+
+
 def metrics_row(step, settings, trajectories, scores, rewards, losses):
     """The metrics of a step, for a line of metrics.jsonl; README explains each."""
     measured = report(trajectories, by=())
@@ -310,9 +418,25 @@ def show_sample(run, step, trajectories, scores, num_generations):
         append_line(run / "trajectories.jsonl", {"step": step, **trajectory.to_dict(), "score": asdict(score)})
 
 
+def log_step(row, run, bar, is_due):
+    """Add a step's metrics to metrics.jsonl and show them; returns the row as written: 6 digits, None if not finite.
+
+    Where the bar is no bar, in a log file, a plain line comes with every checkpoint.
+    """
+    for key, value in row.items():
+        if isinstance(value, float):
+            row[key] = round(value, 6) if math.isfinite(value) else None
+    append_line(run / "metrics.jsonl", row)
+    summary = (f"reward {row['reward']:.2f}, EM {row['em']:.2f}, depth {row['search_depth']:.2f}, "
+               f"over-search {row['over_search_ratio']:.2f}")  # fmt: skip
+    bar.set_postfix_str(summary)
+    if bar.disable and is_due:
+        print(f"step {row['step'] + 1} of {bar.total}: {summary}", flush=True)
+    return row
+
+
 def append_line(path, row):
     with open(path, "a", encoding="utf-8") as file:
-        row = {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -324,20 +448,16 @@ def load_model(settings, adapter=None):
 
     Returns (model, tokenizer). Raises DataError for a model whose logits the loss would get wrong.
     """
-    from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-    from transformers import AutoModelForCausalLM
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     cuda, in_4bit = torch.cuda.is_available(), settings.load_in_4bit
     dtype = torch.bfloat16 if cuda else torch.float32
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                       bnb_4bit_compute_dtype=dtype) if in_4bit else None  # fmt: skip
     model_path = locate(settings.model)
-    try:
-        tokenizer = load_tokenizer(model_path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"--model {settings.model}: no model there: {str(error).splitlines()[0]}") from None
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization,
-                                                 device_map={"": "cuda:0" if cuda else "cpu"})  # fmt: skip
+    tokenizer = load_tokenizer(model_path)
+    model = load_base_model(model_path, dtype=dtype, quantization_config=quantization,
+                            device_map={"": "cuda:0" if cuda else "cpu"})  # fmt: skip
     for name in ("final_logit_softcapping", "logit_scale"):
         if getattr(model.config, name, None):
             raise DataError(f"{settings.model}: models with {name} are not supported")
@@ -347,9 +467,9 @@ def load_model(settings, adapter=None):
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False  # its packed weights know no backward pass
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if adapter:
-        return PeftModel.from_pretrained(model, adapter, is_trainable=True), tokenizer
+        return load_adapter(model, adapter, is_trainable=True), tokenizer
     lora = LoraConfig(r=settings.lora_r, lora_alpha=settings.lora_alpha, target_modules="all-linear",
                       task_type="CAUSAL_LM")  # fmt: skip
     return get_peft_model(model, lora), tokenizer
@@ -364,31 +484,56 @@ def resolve_4bit(settings):
         settings.load_in_4bit = torch.cuda.is_available() and found
 
 
-def save_checkpoint(model, optimizer, step, run):
-    """Write adapter, optimizer and step beside the last checkpoint and put them in its place."""
-    beside, old = run / "adapter.tmp", run / "adapter.old"
+@contextmanager
+def new_folder(place):
+    """A folder to write into that becomes `place` once it is complete, or goes if it cannot be completed.
+
+    What `place` held before is kept as `place`.old. A kill at any moment leaves one of the two, complete.
+    """
+    beside, old = Path(f"{place}.tmp"), Path(f"{place}.old")
     shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside)
-    torch.save(optimizer.state_dict(), beside / "optimizer.pt")
-    write_text(beside / "state.json", json.dumps({"step": step}))
-    if (run / "adapter").exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(run / "adapter", old)
-    os.rename(beside, run / "adapter")
-    shutil.rmtree(old, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        if place.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(place, old)
+        os.rename(beside, place)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def save_checkpoint(model, optimizer, step, place):
+    """Write adapter, optimizer and the number of steps done to the folder `place`. Raises DataError (a full disk).
+
+    Nothing else is needed to go on exactly: questions, random numbers and learning rate follow from the seed and the
+    step, and held-out scores stand in metrics.jsonl.
+    """
+    with on_failure(f"{place}: not written (is the disk full?)"), new_folder(place) as folder:
+        model.save_pretrained(folder)
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        write_text(folder / "state.json", json.dumps({"step": step}))
 
 
 def find_checkpoint(run):
     """The folder of the last complete checkpoint, or None."""
-    return next((run / name for name in ("adapter", "adapter.old") if (run / name / "state.json").exists()), None)
+    return next((run / name for name in ("adapter", "adapter.old") if (run / name).exists()), None)
+
+
+def load_optimizer(optimizer, checkpoint):
+    """Put the optimizer's state back; returns the number of steps done. Raises DataError where a file is damaged."""
+    with on_failure(f"{checkpoint}: damaged (without this folder, the run goes on from the checkpoint before it)"):
+        state = torch.load(checkpoint / "optimizer.pt", weights_only=True, map_location="cpu")
+        optimizer.load_state_dict(state)
+        for parameter, moments in optimizer.state.items():
+            if moments["exp_avg"].shape != parameter.shape or moments["exp_avg_sq"].shape != parameter.shape:
+                raise ValueError("optimizer.pt belongs to another adapter")
+        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["step"]
 
 
 def settings_of(run):
-    """The two settings objects that a run was started with. Raises DataError if the folder holds no run."""
-    try:
-        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{run / 'config.json'}: {error}") from None
+    """The two settings objects that a run was started with. Raises DataError or OSError if the folder holds no run."""
+    config = read_json(run / "config.json")
     return [kind(**{key: config[key] for key in kind.__dataclass_fields__ if key in config})
             for kind in (TrainSettings, RolloutSettings)]  # fmt: skip
 
@@ -400,12 +545,12 @@ def new_run(settings, rollout_settings):
     run, number = Path("runs") / name, 2
     while run.exists():
         run, number = Path("runs") / f"{name}-{number}", number + 1
-    run.mkdir(parents=True)
     packages = ("torch", "transformers", "peft", "bitsandbytes", "rank-bm25", "numpy")
     config = asdict(settings) | asdict(rollout_settings)
     versions = {package: package_version(package) for package in packages} | {"python": sys.version.split()[0]}
     config |= {"versions": versions, "commit": git_commit()}
-    write_text(run / "config.json", json.dumps(config, indent=1))
+    with new_folder(run) as folder:
+        write_text(folder / "config.json", json.dumps(config, indent=1))
     return run
 
 
@@ -417,10 +562,11 @@ def package_version(package):
 
 
 def git_commit():
-    """The commit of the code, None outside a repository."""
+    """The commit of the code, with "-dirty" where files differ from it; None outside a repository."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        here = Path(__file__).resolve().parent
-        result = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True)
+        result = subprocess.run(command, capture_output=True, text=True)
     except OSError:
         return None
     return result.stdout.strip() or None
@@ -432,14 +578,17 @@ def check_settings(settings, rollout_settings):
         raise DataError(f"--reward {settings.reward}: choose one of {', '.join(reward.REWARDS)}")
     counts = {name: getattr(settings, name) for name in ("steps", "num_questions", "num_iterations", "lora_r",
                                                          "micro_batch_size", "save_every", "eval_batch_size")}
-    for name, value in (counts | asdict(rollout_settings)).items():
+    for name, value in (counts | asdict(rollout_settings) | {"eval_limit": settings.eval_limit or 1}).items():
         if value < 1:
             raise DataError(f"--{name} {value}: must be 1 or more")
+    for name in ("learning_rate", "temperature", "epsilon", "beta", "max_grad_norm", "eval_sample", "sample_every"):
+        if not 0 <= getattr(settings, name) < math.inf:
+            raise DataError(f"--{name} {getattr(settings, name)}: must be a number from 0 on")
     if not 0 <= settings.seed < 2**32:
         raise DataError(f"--seed {settings.seed}: must be from 0 to 4294967295")
     if settings.num_generations < 2:
         raise DataError(f"--num_generations {settings.num_generations}: a group needs 2 or more rollouts to compare")
-    if settings.temperature <= 0:
+    if settings.temperature == 0:
         raise DataError(f"--temperature {settings.temperature}: training samples, it must be above 0")
     weights = reward.REWARDS[settings.reward]
     if settings.search_cost is not None:
@@ -449,13 +598,27 @@ def check_settings(settings, rollout_settings):
     return weights
 
 
-def check_questions(questions, weights, settings):
-    """Refuse questions that the reward cannot score."""
-    if weights.information_gain or weights.redundancy:
-        for question in questions:
-            if "supporting_titles" not in question["metadata"]:
-                raise DataError(f"{settings.questions}: question {question['id']} has no metadata.supporting_titles, "
-                                f"which --reward {settings.reward} needs")  # fmt: skip
+def load_data(settings, rollout_settings, weights, adapter):
+    """(questions, retriever) to train on and the held-out pair; ([], None) if there is none.
+
+    Refuses with a DataError what cannot be used, the cheapest checks first and all of them before the model is loaded.
+    """
+    questions = load_questions(locate(settings.questions))
+    dev = load_questions(locate(settings.eval_questions))[: settings.eval_limit] if settings.eval_questions else []
+    files = [(settings.questions, questions), (settings.eval_questions, dev)]
+    for path, question in ((path, question) for path, rows in files for question in rows):
+        if (weights.information_gain or weights.redundancy) and "supporting_titles" not in question["metadata"]:
+            raise DataError(f"{path}: question {question['id']} has no metadata.supporting_titles, which --reward "
+                            f"{settings.reward} needs")  # fmt: skip
+    check_model(locate(settings.model), rollout_settings, files, adapter)
+    if settings.retriever_url:
+        client = SearchClient(settings.retriever_url)
+        return (questions, client), (dev, client)
+    passages = load_corpus(locate(settings.corpus))
+    if len(passages) == 1:
+        raise DataError(f"{settings.corpus}: one passage only: there is nothing to learn from searching in it")
+    dev_passages = load_corpus(locate(settings.eval_corpus)) if dev else []
+    return (questions, BM25(passages)), (dev, BM25(dev_passages) if dev else None)
 
 
 def main(arguments=None):
@@ -476,38 +639,29 @@ def main(arguments=None):
         if settings.name and (Path("runs") / settings.name).exists():
             raise DataError(f"--name {settings.name}: runs/{settings.name} exists; go on with it by --resume "
                             f"runs/{settings.name}, or choose another name")  # fmt: skip
-    torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves behind
-    questions = load_questions(locate(settings.questions))
-    check_questions(questions, weights, settings)
-    dev = load_questions(locate(settings.eval_questions))[: settings.eval_limit] if settings.eval_questions else []
-    if settings.retriever_url:
-        retriever = dev_retriever = SearchClient(settings.retriever_url)
-    else:
-        retriever = BM25(load_corpus(locate(settings.corpus)))
-        dev_retriever = BM25(load_corpus(locate(settings.eval_corpus))) if dev else None
-    torch.manual_seed(settings.seed)
     checkpoint = find_checkpoint(resumed) if resumed else None
+    data, held_out = load_data(settings, rollout_settings, weights, checkpoint)
+    torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves behind
+    torch.manual_seed(settings.seed)
     model, tokenizer = load_model(settings, checkpoint)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
-    run, first_step = resumed or new_run(settings, rollout_settings), 0
-    if checkpoint:
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True, map_location="cpu"))
-        first_step = json.loads((checkpoint / "state.json").read_text())["step"]
-    drop_later_lines(run, first_step)
+    first_step = load_optimizer(optimizer, checkpoint) if checkpoint else 0
+    run = resumed or new_run(settings, rollout_settings)
     print(f"{run}: {weights.about}; {sum(p.numel() for p in parameters):,} trainable parameters", flush=True)
-
-    held_out = dev, dev_retriever, settings, rollout_settings, run
+    go_on = f"go on with: python train.py --resume {run}"
     try:
         if first_step == 0:
-            measure("before", model, tokenizer, *held_out)
+            measure("before", model, tokenizer, *held_out, settings, rollout_settings, run)
         model.train()
-        train(model, tokenizer, optimizer, questions, retriever, settings, rollout_settings, weights, run, first_step)
-        results = measure("after", model, tokenizer, *held_out)
+        train(model, tokenizer, optimizer, data, held_out, settings, rollout_settings, weights, run, first_step)
+        results = measure("after", model, tokenizer, *held_out, settings, rollout_settings, run)
+        plot_curves([run], run / "curves.png")
     except KeyboardInterrupt:
-        raise SystemExit(f"\nstopped; go on with: python train.py --resume {run}") from None
-    plot_curves([run], run / "curves.png")
-    if dev:
+        raise SystemExit(f"\nstopped; {go_on}") from None
+    except (DataError, SearchError, OSError) as error:
+        raise DataError(f"{error_line(error)}; {go_on}") from None
+    if results:
         print(before_after_table(results))
     print(f"curves: {run / 'curves.png'}   adapter: {run / 'adapter'}")
 
@@ -518,7 +672,7 @@ def measure(moment, model, tokenizer, questions, retriever, settings, rollout_se
     Returns what the file then holds: {moment: {"sampled": R, "greedy": R}}.
     """
     path = run / "eval.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = read_json(path) if path.exists() else {}
     if not questions or moment in results:
         return results
     adapter = str(run / "adapter") if moment == "after" else None
@@ -539,17 +693,22 @@ def measure(moment, model, tokenizer, questions, retriever, settings, rollout_se
     return results
 
 
-def drop_later_lines(run, first_step):
-    """After a resume, forget logged steps that come again."""
-    for path in (run / "metrics.jsonl", run / "trajectories.jsonl"):
-        if path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # a last part was cut short
-            write_text(path, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] < first_step))
+def drop_later_lines(path, first_step):
+    """After a resume, forget logged steps that come again and lines that were cut short. Returns the rows that stay."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+        rows = [row for row in rows if row["step"] < first_step]
+        write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return rows
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     try:
         main()
     except (DataError, SearchError, OSError) as error:
-        print(f"train.py: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"train.py: {error_line(error)}", file=sys.stderr)
         sys.exit(2)

@@ -217,7 +217,8 @@ def test_rollouts_use_the_adapter_and_leave_the_weights_as_they_were(played):
 def run(monkeypatch, folder, *arguments):
     """`python train.py` with small settings, in a folder of its own. Returns the run folder."""
     monkeypatch.chdir(folder)
-    common = ["--num_questions", "3", "--num_generations", "3", "--eval_limit", "10", "--sample_every", "1"]
+    common = ["--num_questions", "3", "--num_generations", "3", "--eval_limit", "4", "--max_searches", "2",
+              "--sample_every", "1"]  # fmt: skip
     tr.main([*common, *arguments])
     return next((folder / "runs").iterdir())
 
@@ -252,8 +253,9 @@ def test_two_steps_and_two_more_are_four(monkeypatch, tmp_path, capsys):
     assert log_of(again) == log_of(once) and len(log_of(once)) == 4
     weights = [(folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (once, again)]
     assert weights[0] == weights[1]
-    assert {"config.json", "metrics.jsonl", "trajectories.jsonl", "adapter", "eval.json", "curves.png"} == {
-        path.name for path in once.iterdir()}  # fmt: skip
+    assert {path.name for path in once.iterdir()} == {
+        "config.json", "metrics.jsonl", "trajectories.jsonl", "adapter", "adapter.old", "best", "eval.json",
+        "eval_trajectories.jsonl", "curves.png"}  # fmt: skip
     result = json.loads((once / "eval.json").read_text())
     assert {(moment, kind) for moment in result for kind in result[moment]} == {
         (moment, kind) for moment in ("before", "after") for kind in ("sampled", "greedy")}  # fmt: skip
@@ -285,7 +287,7 @@ def test_4bit_without_bitsandbytes_is_one_line(monkeypatch):
 def test_a_loaded_adapter_stays_trainable(lora, tmp_path):
     model = lora[0]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    tr.save_checkpoint(model, optimizer, 3, tmp_path)
+    tr.save_checkpoint(model, optimizer, 3, tmp_path / "adapter")
     again, _ = load_model(TrainSettings(), tr.find_checkpoint(tmp_path))
 
     def count(m):
