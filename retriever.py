@@ -52,7 +52,7 @@ def _check(ok, where, problem):
         raise DataError(f"{where}: {problem}")
 
 
-def _records(path):
+def read_jsonl(path):
     """Yield ("file, line n", object) of a JSONL file in UTF-8; a BOM and blank lines are skipped. Raises DataError."""
     where = path
     try:
@@ -112,7 +112,7 @@ def load_corpus(path):
     Raises DataError (file and line) for anything malformed, missing, blank or double, and for a file without passages.
     """
     passages, seen = [], {}
-    for where, record in _records(path):
+    for where, record in read_jsonl(path):
         is_corpus = "text" in record or "contents" in record
         _check(is_corpus or "question" not in record, where, "this is a questions file, not a corpus")
         _check(is_corpus, where, 'neither "contents" nor "title" and "text"')
@@ -127,7 +127,7 @@ def load_corpus(path):
     return passages
 
 
-def _is_blank(answer):
+def is_blank(answer):
     """True where scoring would find nothing: only punctuation, spaces and invisible characters."""
     return all(c in string.punctuation or unicodedata.category(c)[0] in "CZP" for c in answer)
 
@@ -143,7 +143,7 @@ def load_questions(path):
     where absent. Raises DataError (file and line) for anything malformed, missing, blank or double, or no questions.
     """
     questions, seen = [], {}
-    for where, record in _records(path):
+    for where, record in read_jsonl(path):
         is_corpus = "question" not in record and ("contents" in record or "text" in record)
         _check(not is_corpus, where, "this is a corpus, not a questions file")
         name, question = _new_id(record, where, seen), _text(record, "question", where)
@@ -151,7 +151,7 @@ def load_questions(path):
         golds = record["golden_answers"]
         golds = [golds] if isinstance(golds, str) else golds
         _check(_are_strings(golds), where, '"golden_answers" must be a string or a list of strings')
-        _check(not all(map(_is_blank, golds)), where, '"golden_answers" holds no answer, or only blank ones')
+        _check(not all(map(is_blank, golds)), where, '"golden_answers" holds no answer, or only blank ones')
         metadata = {} if record.get("metadata") is None else record["metadata"]
         _check(isinstance(metadata, dict), where, '"metadata" must be an object')
         titles = metadata.get("supporting_titles", [])
