@@ -129,11 +129,10 @@ def make_question(item, id_key, golden_answers, where, metadata):
 
 def from_hotpotqa(item, where, glue="", hops_by_type=None):
     """HotpotQA's sentences bring their own blanks; a question needs as many hops as it has supporting titles."""
-    titles, kind = titles_of(field(item, "supporting_facts", list, where), where), str(item.get("type", ""))
-    answer = field(item, "answer", str, where, may_be_blank=True)
-    hops = (hops_by_type or {}).get(kind, len(titles))
-    metadata = {"hops": hops or None, "supporting_titles": titles, "type": kind or None, "level": item.get("level")}
-    question = make_question(item, "_id", [answer], where, metadata)
+    titles, kind = titles_of(field(item, "supporting_facts", list, where), where), item.get("type")
+    hops = (hops_by_type or {}).get(str(kind), len(titles)) or None
+    metadata = {"hops": hops, "supporting_titles": titles, "type": kind, "level": item.get("level")}
+    question = make_question(item, "_id", [field(item, "answer", str, where, may_be_blank=True)], where, metadata)
     return question, paragraphs_of(field(item, "context", list, where), where, glue)
 
 
@@ -346,7 +345,8 @@ def main(arguments=None):
                 download(url, raw, sha256, SETS[args.set][0])
                 convert_and_write(args.set, [raw], out / name, *options)
     except (DataError, OSError) as error:
-        print(f"convert.py: {error}", file=sys.stderr)
+        line = "".join(c if c.isprintable() else "?" for c in str(error))  # a server's words may be in it
+        print(f"convert.py: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nconvert.py: stopped; a download goes on when the same command is run again", file=sys.stderr)

@@ -191,6 +191,22 @@ def test_no_network_is_one_line(tmp_path, capsys, monkeypatch):
     assert names(tmp_path) == []
 
 
+def test_server_that_is_none_cannot_write_to_the_terminal(tmp_path, capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/f.json"
+        monkeypatch.setitem(convert.PUBLIC, "hotpotqa", {"dev": (url, None)})
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"\x1b[31mSSH-2.0\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert convert.main(["hotpotqa", "--download", "dev", "--out", str(tmp_path)]) == 2
+    assert (err := capsys.readouterr().err).endswith("\n") and err[:-1].isprintable() and "SSH-2.0" in err
+
+
 def test_server_that_hangs(server, get, monkeypatch):
     monkeypatch.setattr(download, "TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
