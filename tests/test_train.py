@@ -252,7 +252,8 @@ def test_two_steps_and_two_more_are_four(monkeypatch, tmp_path, capsys):
     assert log_of(again) == log_of(once) and len(log_of(once)) == 4
     weights = [(folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (once, again)]
     assert weights[0] == weights[1]
-    assert {"config.json", "metrics.jsonl", "trajectories.jsonl", "adapter", "eval.json", "curves.png"} == {
+    assert {"config.json", "metrics.jsonl", "trajectories.jsonl", "adapter", "eval.json",
+            "eval_trajectories.jsonl", "curves.png"} == {
         path.name for path in once.iterdir()}  # fmt: skip
     result = json.loads((once / "eval.json").read_text())
     assert {(moment, kind) for moment in result for kind in result[moment]} == {
