@@ -62,7 +62,7 @@ def _check(ok, where, problem):
         raise DataError(f"{where}: {problem}")
 
 
-def _records(path):
+def read_jsonl(path):
     """Yield ("file, line n", object) of a JSONL file in UTF-8; a BOM and blank lines are skipped. Raises DataError."""
     where = path
     try:
@@ -122,7 +122,7 @@ def load_corpus(path):
     Raises DataError (file and line) for anything malformed, missing, blank or double, and for a file without passages.
     """
     passages, seen = [], {}
-    for where, record in _records(path):
+    for where, record in read_jsonl(path):
         is_corpus = "text" in record or "contents" in record
         _check(is_corpus or "question" not in record, where, "this is a questions file, not a corpus")
         _check(is_corpus, where, 'neither "contents" nor "title" and "text"')
@@ -138,7 +138,7 @@ def load_corpus(path):
     return passages
 
 
-def _is_blank(answer):
+def is_blank(answer):
     """True where scoring would find nothing: only punctuation, spaces and invisible characters."""
     return all(c in string.punctuation or unicodedata.category(c)[0] in "CZP" for c in answer)
 
@@ -154,7 +154,7 @@ def load_questions(path):
     where absent. Raises DataError (file and line) for anything malformed, missing, blank or double, or no questions.
     """
     questions, seen = [], {}
-    for where, record in _records(path):
+    for where, record in read_jsonl(path):
         is_corpus = "question" not in record and ("contents" in record or "text" in record)
         _check(not is_corpus, where, "this is a corpus, not a questions file")
         name, question = _new_id(record, where, seen), _text(record, "question", where)
@@ -162,7 +162,7 @@ def load_questions(path):
         golds = record["golden_answers"]
         golds = [golds] if isinstance(golds, str) else golds
         _check(_are_strings(golds), where, '"golden_answers" must be a string or a list of strings')
-        _check(not all(map(_is_blank, golds)), where, '"golden_answers" holds no answer, or only blank ones')
+        _check(not all(map(is_blank, golds)), where, '"golden_answers" holds no answer, or only blank ones')
         metadata = {} if record.get("metadata") is None else record["metadata"]
         _check(isinstance(metadata, dict), where, '"metadata" must be an object')
         titles = metadata.get("supporting_titles", [])
