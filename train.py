@@ -7,7 +7,8 @@ Where this departs from the paper (arXiv 2604.17337):
    group size, steps and learning rate are chosen for it, and the KL coefficient is 0 (paper: 0.001).
 4. One batch is one update (paper: two mini-batches). The ratio is then exactly 1 and nothing is clipped;
    `--num_iterations 2` uses a batch twice and shows the clipping. The loss is a mean over all sampled tokens.
-5. Self-answers continue the trajectory on a branch that is thrown away; the released code asks in a fresh prompt.
+5. Self-answers continue the trajectory on a branch that is thrown away; the released code asks in a fresh prompt, as
+   `--self_answer separate` does.
 6. The step rewards follow the paper where the released code differs: see reward.py, and `--reward autosearch-released`.
 
     python train.py                        # tiny world, paper's rewards, CPU
@@ -431,7 +432,7 @@ def check_settings(settings, rollout_settings):
     counts = {name: getattr(settings, name) for name in ("steps", "num_questions", "num_iterations", "lora_r",
                                                          "micro_batch_size", "save_every", "eval_batch_size")}
     for name, value in (counts | asdict(rollout_settings)).items():
-        if value < 1:
+        if isinstance(value, int) and value < 1:
             raise DataError(f"--{name} {value}: must be 1 or more")
     if not 0 <= settings.seed < 2**32:
         raise DataError(f"--seed {settings.seed}: must be from 0 to 4294967295")

@@ -121,7 +121,7 @@ def test_nothing_is_computed_again_and_the_first_ratio_is_exactly_one(lora, play
 
 
 def test_little_of_the_update_is_padding(lora, world, played):
-    """On a batch like a training step's, 12 questions and their 8 rollouts; what is logged is the share of positions."""
+    """On a batch like a training step's, 12 questions and their 8 rollouts; and what is logged is that share."""
 
     def padding(trajectories, size):
         batches = make_micro_batches(trajectories, torch.zeros(len(trajectories)), size, "cpu")
