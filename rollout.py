@@ -1,7 +1,7 @@
 """Multi-turn rollouts: a batch of questions goes in, a `Trajectory` comes out for each.
 
 The policy thinks and then searches or answers; a search is answered with passages; after each search the policy is also
-asked for an intermediate answer (self-answer), on a branch that is thrown away. Two rules hold everywhere:
+asked for an intermediate answer (self-answer), on a branch that is thrown away. Two rules hold for every trajectory:
 
 * Ids are only ever appended. What the policy sampled is kept as sampled, observations are encoded on their own, and
   nothing is rendered, decoded or encoded again on the way to the loss. `completion_mask` is written at that moment:
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # before its import, at which it warns of an optional kernel
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT asks by the old name
@@ -49,6 +50,8 @@ The best passages then appear between <information> and </information>, and the 
 enough, finish with a short answer, no sentence: <answer> answer </answer>. Search as often as the question needs, \
 and no more. For instance, a turn that looks up a ship could read: <think> I need to know who built the ship. \
 </think> <search> builder of the ship </search>"""
+SELF_ANSWER_PROMPT = """Below are a question and the searches made for it so far. Give your best answer from what they \
+tell: reason inside <think> and </think>, then a short answer, no sentence: <answer> answer </answer>."""
 
 
 def setting(default, text, **argument):
@@ -67,6 +70,8 @@ class RolloutSettings:
     max_context: int = setting(768, "longest prompt plus trajectory; beyond it the trajectory ends as truncated")
     max_passage_chars: int = setting(600, "a longer passage is cut, in characters")
     max_query_chars: int = setting(200, "a longer query is cut, in characters")
+    self_answer: Literal["branch", "separate"] = setting("branch", "how the policy is asked for self-answers: on a "
+        "branch of the cached trajectory, or in a prompt of its own as in the released code (slower)")  # fmt: skip
 
 
 @dataclass
@@ -255,6 +260,12 @@ def encode_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def separate_prompt(tokenizer, trajectory):
+    """Ids of the prompt that asks for a self-answer outside of the trajectory: question, all text so far, `PROBE`."""
+    so_far = tokenizer.decode(trajectory.completion_ids)
+    return encode_prompt(tokenizer, f"{trajectory.question['question']}\n\n{so_far}{PROBE}", SELF_ANSWER_PROMPT)
+
+
 def clean(text):
     """Retrieved text made harmless: our tags and <|markers|> lose their brackets, control characters become blanks.
 
@@ -440,10 +451,13 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
 
     def ask(live):
         """The policy's answer at this point, for all live rows: raw texts."""
+        how = settings.max_self_answer_tokens, SELF_ANSWER_ENDS, temperature, branch_generator, watch("self_answer")
         with clock("self_answer"):
-            probe = [encode(tokenizer, PROBE)] * len(live)
-            ids = batch.branch(probe, settings.max_self_answer_tokens, SELF_ANSWER_ENDS, temperature, branch_generator,
-                               watch("self_answer"))  # fmt: skip
+            if settings.self_answer == "branch":
+                ids = batch.branch([encode(tokenizer, PROBE)] * len(live), *how)
+            else:
+                asked, first = CachedBatch.start(model, tokenizer, [separate_prompt(tokenizer, t) for t in live], 1)
+                ids = asked.write(first, *how)
             return [batch.decode(answer) for answer in ids]
 
     with clock("rollout"):

@@ -7,7 +7,8 @@ Where this departs from the paper (arXiv 2604.17337):
    group size, steps and learning rate are chosen for it, and the KL coefficient is 0 (paper: 0.001).
 4. One batch is one update (paper: two mini-batches). The ratio is then exactly 1 and nothing is clipped;
    `--num_iterations 2` uses a batch twice and shows the clipping. The loss is a mean over all sampled tokens.
-5. Self-answers continue the trajectory on a branch that is thrown away; the released code asks in a fresh prompt.
+5. Self-answers continue the trajectory on a branch that is thrown away; the released code asks in a fresh prompt, as
+   `--self_answer separate` does.
 6. The step rewards follow the paper where the released code differs: see reward.py, and `--reward autosearch-released`.
 
     python train.py                        # tiny world, paper's rewards, CPU
@@ -240,52 +241,50 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
         else:  # one such step would spoil the weights and Adam's moments for good
             skipped += 1
         optimizer.zero_grad()
+    positions = sum(batch["input_ids"].numel() for batch in micro_batches)
+    totals["padding"] = 1 - sum(map(length_of, trajectories)) / positions  # share of the positions computed in vain
     if not settings.beta:
         totals.pop("kl", None)  # without a reference there is nothing to report
     return totals | {"grad_norm": grad_norm, "skipped_updates": skipped}
 
 
 def make_micro_batches(trajectories, advantages, size, device):
-    """Sort trajectories by length and pad each micro-batch: prompts on the left, completions on the right.
+    """Sort trajectories by length, so that little is padding, and pad each micro-batch on the right.
 
-    Returns dicts of input_ids, attention_mask (B, P + C), completion_mask (B, C), advantages (B,).
+    Causal attention then needs no mask: no token sees what follows it. Returns dicts of input_ids and completion_mask
+    (B, T), T = prompt and completion, and advantages (B,).
     """
-    order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].completion_ids))
+    order = sorted(range(len(trajectories)), key=lambda i: length_of(trajectories[i]))
     batches = []
     for start in range(0, len(order), size):
         rows = [trajectories[i] for i in order[start : start + size]]
-        longest_prompt = max(len(row.prompt_ids) for row in rows)
-        longest = max(len(row.completion_ids) for row in rows)
-
-        def pad(prompts, completions, prompt_width=longest_prompt, width=longest):
-            return torch.tensor([[0] * (prompt_width - len(p)) + p + c + [0] * (width - len(c))
-                                 for p, c in zip(prompts, completions)], device=device)  # fmt: skip
-
+        width = length_of(rows[-1])  # the longest
+        ids = [row.prompt_ids + row.completion_ids + [0] * (width - length_of(row)) for row in rows]
+        masks = [[0] * len(row.prompt_ids) + row.completion_mask + [0] * (width - length_of(row)) for row in rows]
         batches.append({
-            "input_ids": pad([row.prompt_ids for row in rows], [row.completion_ids for row in rows]),
-            "attention_mask": pad([[1] * len(row.prompt_ids) for row in rows],
-                                  [[1] * len(row.completion_ids) for row in rows]),
-            "completion_mask": pad([[]] * len(rows), [row.completion_mask for row in rows], prompt_width=0),
+            "input_ids": torch.tensor(ids, device=device),
+            "completion_mask": torch.tensor(masks, device=device),
             "advantages": advantages[order[start : start + size]].to(device),
         })  # fmt: skip
     return batches
 
 
+def length_of(trajectory):
+    return len(trajectory.prompt_ids) + len(trajectory.completion_ids)
+
+
 def per_token_logps(model, batch, temperature):
-    """Log-probability of each sampled token, and the policy's entropy there: two (B, C) tensors, 0 where not sampled.
+    """Log-probability of each sampled token, and the policy's entropy there: two (B, T) tensors, 0 where not sampled.
 
     Logits are computed at the sampled positions only, so that no (B, T, V) tensor is ever made.
     """
-    mask = batch["completion_mask"].bool()  # (B, C)
+    mask = batch["completion_mask"].bool()  # (B, T)
     causal_lm = model.get_base_model()  # the adapter is inside its layers
-    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    hidden = causal_lm.base_model(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions, use_cache=False
-    ).last_hidden_state  # (B, P + C, d)
-    states = hidden[:, -mask.shape[1] - 1 : -1][mask]  # (N, d): the state from which each sampled token was drawn
+    hidden = causal_lm.base_model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state  # (B, T, d)
+    states = hidden[:, :-1][mask[:, 1:]]  # (N, d): the state from which each sampled token was drawn
     logits = causal_lm.get_output_embeddings()(states).float() / temperature  # (N, V)
     log_softmax = logits.log_softmax(-1)
-    sampled = batch["input_ids"][:, -mask.shape[1] :][mask]  # (N,)
+    sampled = batch["input_ids"][mask]  # (N,)
     empty = torch.zeros(mask.shape, device=logits.device)
     logps = empty.masked_scatter(mask, log_softmax.gather(1, sampled[:, None])[:, 0])
     entropy = -(log_softmax.detach().exp() * log_softmax.detach()).sum(-1)
@@ -297,8 +296,8 @@ def grpo_loss(per_token_logps, batch, epsilon, beta):
 
     -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * (exp(ref - logp) - (ref - logp) - 1)
 
-    per_token_logps: (B, C). batch: completion_mask (B, C), advantages (B,), old_per_token_logps and, if beta > 0,
-    ref_per_token_logps (B, C). Returns (loss, {"clip_ratio", "kl"}), sums over tokens. Masked before `exp`, so that
+    per_token_logps: (B, T). batch: completion_mask (B, T), advantages (B,), old_per_token_logps and, if beta > 0,
+    ref_per_token_logps (B, T). Returns (loss, {"clip_ratio", "kl"}), sums over tokens. Masked before `exp`, so that
     whatever stands at a masked position cannot reach the gradient.
     """
     mask = batch["completion_mask"].bool()
@@ -579,7 +578,7 @@ def check_settings(settings, rollout_settings):
     counts = {name: getattr(settings, name) for name in ("steps", "num_questions", "num_iterations", "lora_r",
                                                          "micro_batch_size", "save_every", "eval_batch_size")}
     for name, value in (counts | asdict(rollout_settings) | {"eval_limit": settings.eval_limit or 1}).items():
-        if value < 1:
+        if isinstance(value, int) and value < 1:
             raise DataError(f"--{name} {value}: must be 1 or more")
     for name in ("learning_rate", "temperature", "epsilon", "beta", "max_grad_norm", "eval_sample", "sample_every"):
         if not 0 <= getattr(settings, name) < math.inf:

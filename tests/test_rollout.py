@@ -73,17 +73,25 @@ def test_greedy_batch_equals_slow_reference(tiny, world):
 def test_no_token_goes_through_the_model_twice(tiny, world, monkeypatch):
     model, tokenizer = tiny
     retriever, questions = world
-    seen, forward = [], model.forward
+    seen, answers, forward, branch = [], [], model.forward, ro.CachedBatch.branch
 
     def counting(input_ids, attention_mask, **arguments):
         seen.append(int(attention_mask[:, -input_ids.shape[1] :].sum()))
         return forward(input_ids=input_ids, attention_mask=attention_mask, **arguments)
 
+    def noting(batch, rows, *arguments):
+        written = branch(batch, rows, *arguments)
+        answers.extend(zip(rows, written))
+        return written
+
     monkeypatch.setattr(model, "forward", counting)
-    done = rollout(model, tokenizer, questions[:4], retriever, RolloutSettings(), num_generations=3, self_answers=False)
+    monkeypatch.setattr(ro.CachedBatch, "branch", noting)
+    done = rollout(model, tokenizer, questions[:4], retriever, RolloutSettings(), num_generations=3)
     prompts = sum(len(t.prompt_ids) for t in done[::3])  # once for a group
     completions = sum(len(t.completion_ids) - 1 for t in done)  # nothing follows the last sampled token
-    assert sum(seen) == prompts + completions
+    assert len(answers) >= sum(t.search_depth for t in done) > 0
+    branches = sum(len(probe) + len(answer) - 1 for probe, answer in answers)
+    assert sum(seen) == prompts + completions + branches
 
 
 def test_mask_counts_sampled_tokens_and_observations_are_encoded_alone(tiny, world):
@@ -107,6 +115,31 @@ def test_self_answers_never_change_the_trajectory(tiny, world):
         assert without.completion_ids == after.completion_ids == before.completion_ids
         assert without.self_answer_0 is after.self_answer_0 is None and before.self_answer_0
         assert all((turn.self_answer is not None) == (turn.query is not None) for turn in after.turns)
+
+
+def test_separate_self_answers_see_the_same_trajectory(tiny, world, monkeypatch):
+    """Both ways ask about the same text, whose trajectory is the same with the same seed. The tiny model's template is
+    the question alone, so its separate prompt has the very ids of the branch: greedy, the answers are equal too."""
+    model, tokenizer = tiny
+    retriever, questions = world
+    prompts, build = {}, ro.separate_prompt  # prompts: the last one of each trajectory
+
+    def noting(tokenizer, trajectory):
+        prompts[id(trajectory)] = build(tokenizer, trajectory)
+        return prompts[id(trajectory)]
+
+    monkeypatch.setattr(ro, "separate_prompt", noting)
+    for temperature in (1.0, 0.0):
+        branched, asked = (rollout(model, tokenizer, questions[:6], retriever, RolloutSettings(self_answer=way),
+                                   temperature=temperature, seed=5) for way in ("branch", "separate"))  # fmt: skip
+        assert [t.completion_ids for t in branched] == [t.completion_ids for t in asked]
+    assert [[turn.self_answer for turn in t.turns] for t in branched] == [
+        [turn.self_answer for turn in t.turns] for t in asked]  # fmt: skip
+    for trajectory in asked:
+        *text, probe = prompts[id(trajectory)]
+        assert [probe] == encode(tokenizer, ro.PROBE)
+        ids = trajectory.prompt_ids + trajectory.completion_ids
+        assert text + encode(tokenizer, trajectory.steps[-1]) == ids, "all but the answer, which came after it"
 
 
 def test_sampled_ids_are_kept_where_the_text_would_be_encoded_otherwise(bpe_model, bpe_tokenizer, script):

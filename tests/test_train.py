@@ -71,9 +71,9 @@ def slow_loss(model, trajectories, advantages, old, ref, epsilon, beta, temperat
             if sampled:
                 position = len(trajectory.prompt_ids) + t
                 logp = logits[position - 1].log_softmax(-1)[ids[position]]
-                ratio = torch.exp(logp - old_logps[t])
+                ratio = torch.exp(logp - old_logps[position])
                 clipped = min(max(ratio.item(), 1 - epsilon), 1 + epsilon)
-                kl = torch.exp(ref_logps[t] - logp) - (ref_logps[t] - logp) - 1
+                kl = torch.exp(ref_logps[position] - logp) - (ref_logps[position] - logp) - 1
                 total += -min((ratio * advantage).item(), clipped * advantage) + beta * kl.item()
     return total
 
@@ -82,7 +82,7 @@ def test_loss_equals_the_slow_loop(lora, played):
     model = lora[0]
     advantages = torch.linspace(-2, 2, len(played))
     batch = make_micro_batches(played, advantages, len(played), "cpu")[0]
-    order = sorted(range(len(played)), key=lambda i: len(played[i].completion_ids))
+    order = sorted(range(len(played)), key=lambda i: tr.length_of(played[i]))
     with torch.no_grad():
         logps, _ = per_token_logps(model, batch, 0.7)
         noise = torch.Generator().manual_seed(0)
@@ -103,6 +103,36 @@ def test_ratio_is_one_and_kl_zero_while_the_policy_has_not_moved(lora, played):
     losses = update(model, optimizer, played, torch.ones(len(played)), 0.0, settings)
     assert losses["kl"] == 0 and losses["clip_ratio"] == 0
     assert losses["loss"] == pytest.approx(-1, abs=1e-6)
+
+
+@pytest.mark.parametrize("beta, num_iterations, forwards", [(0.0, 1, 1), (0.0, 2, 2), (0.1, 1, 2), (0.1, 2, 3)])
+def test_nothing_is_computed_again_and_the_first_ratio_is_exactly_one(lora, played, monkeypatch, beta, num_iterations,
+                                                                      forwards):  # fmt: skip
+    """Forward passes of a micro-batch: one an update, and one for the reference where there is a KL term."""
+    model, calls, ratios, loss_of = lora[0], [], [], tr.grpo_loss
+    hook = model.get_base_model().base_model.register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(tr, "grpo_loss", lambda logps, batch, *rest: (
+        ratios.append((logps - batch["old_per_token_logps"]).exp()) or loss_of(logps, batch, *rest)))  # fmt: skip
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    settings = TrainSettings(beta=beta, num_iterations=num_iterations)
+    update(model, optimizer, played, torch.ones(len(played)), 0.0, settings)
+    hook.remove()
+    assert len(calls) == forwards and (ratios[0] == 1).all()
+
+
+def test_little_of_the_update_is_padding(lora, world, played):
+    """On a batch like a training step's, 12 questions and their 8 rollouts; and what is logged is that share."""
+
+    def padding(trajectories, size):
+        batches = make_micro_batches(trajectories, torch.zeros(len(trajectories)), size, "cpu")
+        return 1 - sum(map(tr.length_of, trajectories)) / sum(batch["input_ids"].numel() for batch in batches)
+
+    with tr.inference_weights(lora[0]):
+        step = rollout(*lora, world[1][:12], world[0], RolloutSettings(), num_generations=8, self_answers=False)
+    assert 0 < padding(step, TrainSettings.micro_batch_size) < 0.15
+    optimizer = torch.optim.AdamW([p for p in lora[0].parameters() if p.requires_grad], lr=0.0)
+    logged = update(lora[0], optimizer, played, torch.ones(12), 0.0, TrainSettings(micro_batch_size=5))["padding"]
+    assert logged == padding(played, 5) > padding(played, 1) == 0
 
 
 def test_sampling_and_training_agree_on_log_probabilities(lora, world, monkeypatch):
@@ -130,7 +160,7 @@ def test_a_row_alone_and_in_a_padded_batch(lora, played):
     with torch.no_grad():
         together = make_micro_batches(played, torch.ones(12), 12, "cpu")[0]
         logps, entropy = per_token_logps(model, together, 1.0)
-        order = sorted(range(len(played)), key=lambda i: len(played[i].completion_ids))
+        order = sorted(range(len(played)), key=lambda i: tr.length_of(played[i]))
         for row, i in enumerate(order):
             alone = make_micro_batches([played[i]], torch.ones(1), 1, "cpu")[0]
             own_logps, own_entropy = per_token_logps(model, alone, 1.0)
@@ -169,9 +199,8 @@ def test_eos_is_trained_where_it_is_also_the_padding():
     trajectory = Trajectory(QUESTION, prompt_ids=[3], completion_ids=[5, 6, 0], completion_mask=[1, 1, 1])
     longer = Trajectory(QUESTION, prompt_ids=[3, 4], completion_ids=[5] * 6, completion_mask=[1, 0, 1, 1, 1, 1])
     batch = make_micro_batches([longer, trajectory], torch.tensor([1.0, 2.0]), 2, "cpu")[0]
-    assert batch["completion_mask"].tolist() == [[1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 1, 1]]
-    assert batch["input_ids"].tolist() == [[0, 3, 5, 6, 0, 0, 0, 0], [3, 4, 5, 5, 5, 5, 5, 5]]
-    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 0, 0, 0], [1] * 8]
+    assert batch["completion_mask"].tolist() == [[0, 1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1, 1, 1]]
+    assert batch["input_ids"].tolist() == [[3, 5, 6, 0, 0, 0, 0, 0], [3, 4, 5, 5, 5, 5, 5, 5]]
     assert batch["advantages"].tolist() == [2.0, 1.0]
 
 
