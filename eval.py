@@ -41,7 +41,7 @@ from transformers import HfArgumentParser
 
 import reward
 import rollout
-from retriever import BM25, DataError, SearchClient, SearchError, error_line, load_corpus, load_questions
+from retriever import DataError, SearchClient, SearchError, error_line, load_questions, open_corpus
 from rollout import setting
 
 
@@ -51,7 +51,7 @@ class EvalSettings:
     model: str | None = setting(None, "model folder or name, instead of a run")
     adapter: str | None = setting(None, "LoRA adapter folder; none given: the run's, or none with --model")
     questions: str | None = setting(None, "questions, JSONL")
-    corpus: str | None = setting(None, "corpus, JSONL")
+    corpus: str | None = setting(None, "corpus, JSONL, or an index of it, .npz")
     retriever_url: str | None = setting(None, "search server to use instead of the corpus")
     trajectories: str | None = setting(None, "saved trajectories, JSONL, to measure and show instead of a policy")
     temperature: float = setting(0.0, "0 is greedy")
@@ -784,13 +784,14 @@ def write_page(path, title, sections):
 # The command line
 
 
-def provenance(model, adapter, files, **settings):
+def provenance(model, adapter, files, rollout_settings, **more):
     """What a report depends on, for its `settings`: also the SHA-256 of files ({name: path}), the prompt, versions."""
     hashes = {f"{name}_sha256": hashlib.sha256(Path(rollout.locate(path)).read_bytes()).hexdigest()
               for name, path in files.items()}
     versions = {name: version(name) for name in ("torch", "transformers", "numpy", "rank-bm25")}
-    return {"model": model, "adapter": adapter, **files, **hashes, **settings, "prompt": rollout.SYSTEM_PROMPT,
-            "normaliser": "reward.normalize_answer", "versions": {"python": sys.version.split()[0], **versions}}
+    return {"model": model, "adapter": adapter, **files, **hashes, **asdict(rollout_settings), **more,
+            "prompt": rollout.system_prompt_of(rollout_settings), "normaliser": "reward.normalize_answer",
+            "versions": {"python": sys.version.split()[0], **versions}}
 
 
 def check(args):
@@ -824,9 +825,11 @@ def load(args, config, settings):
         raise DataError(f"{adapter or args.run}: there is no adapter")
     questions = load_questions(rollout.locate(given["questions"]))[: args.limit] if "questions" in given else []
     rollout.check_model(rollout.locate(given["model"]), settings, [(given.get("questions"), questions)], adapter)
-    retriever = SearchClient(url) if url else BM25(load_corpus(rollout.locate(given["corpus"])))
-    policy = rollout.load_policy(rollout.locate(given["model"]), adapter)
-    origin = {"model": given.pop("model"), "adapter": adapter, "files": given, "retriever": url or "BM25"}
+    retriever = SearchClient(url) if url else open_corpus(rollout.locate(given["corpus"]))
+    in_4bit = bool(config.get("load_in_4bit") and not args.model)
+    policy = rollout.load_policy(rollout.locate(given["model"]), adapter, in_4bit)
+    origin = {"model": given.pop("model"), "adapter": adapter, "files": given, "retriever": url or "BM25",
+              "load_in_4bit": in_4bit}
     return policy, questions, retriever, origin
 
 
@@ -840,8 +843,8 @@ def evaluate_and_save(args, config, settings):
     def roll_out(force_depth=None):
         trajectories = evaluate(*policy, questions, retriever, settings, args.temperature, args.seed, args.batch_size,
                                 args.samples, force_depth)
-        made_with = {key: getattr(args, key) for key in ("temperature", "samples", "seed", "limit")} | asdict(settings)
-        depends_on = provenance(**origin, force_depth=force_depth, **made_with)
+        made_with = {key: getattr(args, key) for key in ("temperature", "samples", "seed", "limit")}
+        depends_on = provenance(**origin, rollout_settings=settings, force_depth=force_depth, **made_with)
         return trajectories, report(trajectories, None, depends_on, args.by or ["hops"], args.seed)
 
     if args.force_depth:

@@ -295,6 +295,11 @@ class BM25:
         return index
 
 
+def open_corpus(path):
+    """A BM25 over a corpus file, or the index that `--save_index` made of one (.npz). Raises DataError."""
+    return BM25.load(path) if str(path).endswith(".npz") else BM25(load_corpus(path))
+
+
 def recall(retriever, questions, ks=(3, 5)):
     """{k: recall@k}, the query being the plain question: the share of its supporting titles among the titles of the
     first k passages, averaged over the questions that name some. Raises DataError where none does.

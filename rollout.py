@@ -19,6 +19,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -27,8 +28,16 @@ warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning) 
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+from jinja2 import TemplateError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    DynamicCache,
+    PreTrainedTokenizerFast,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
@@ -70,6 +79,9 @@ class RolloutSettings:
     max_context: int = setting(768, "longest prompt plus trajectory; beyond it the trajectory ends as truncated")
     max_passage_chars: int = setting(600, "a longer passage is cut, in characters")
     max_query_chars: int = setting(200, "a longer query is cut, in characters")
+    prompt_style: Literal["auto", "chat", "plain"] = setting("auto", "how the prompt is put: in the model's chat "
+        "template or as plain text, for base models; auto: by template where there is one")  # fmt: skip
+    system_prompt: str | None = setting(None, "file whose text replaces the built-in instructions")
     self_answer: Literal["branch", "separate"] = setting("branch", "how the policy is asked for self-answers: on a "
         "branch of the cached trajectory, or in a prompt of its own as in the released code (slower)")  # fmt: skip
 
@@ -180,22 +192,22 @@ def load_tokenizer(model_path):
 
 
 def check_model(model_path, settings, files, adapter=None):
-    """Refuse a model, adapter, context or question that cannot be used before any weights are loaded (DataError).
+    """Refuse a model, adapter, prompt or question that cannot be used before any weights are loaded (DataError).
 
     files: list of (path, questions).
     """
-    tokenizer = load_tokenizer(model_path)
+    tokenizer, prompt = load_tokenizer(model_path), (system_prompt_of(settings), settings.prompt_style)
     with on_failure(f"{model_path}: no model"):
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or settings.max_context
     if settings.max_context > positions:
         raise DataError(f"--max_context {settings.max_context}: {model_path} has {positions} positions")
-    without_question = len(encode_prompt(tokenizer, ""))
+    without_question = len(encode_prompt(tokenizer, "", *prompt))
     for path, question in ((path, question) for path, questions in files for question in questions):
         longest = without_question + len(question["question"].encode())  # a token is a byte or more: most need no look
         if longest + settings.max_turn_tokens > settings.max_context:
             with on_failure(path):
-                check_room(question, encode_prompt(tokenizer, question["question"]), settings)
+                check_room(question, encode_prompt(tokenizer, question["question"], *prompt), settings)
     for name in ("adapter_config.json", "adapter_model.safetensors") if adapter else ():
         if not os.path.isfile(os.path.join(adapter, name)):
             raise DataError(f"{adapter}: no adapter there, {name} is missing")
@@ -208,11 +220,42 @@ def check_room(question, prompt, settings):
                         f"{settings.max_turn_tokens} within --max_context {settings.max_context}")  # fmt: skip
 
 
-def load_base_model(model_path, **options):
-    """A causal LM from safetensors files; no code that comes with it is run. Raises DataError where it is damaged."""
-    options |= {"trust_remote_code": False, "use_safetensors": True}
+def device_and_dtype():
+    """Where a model runs, and in which precision: float32 on CPUs and Apple's GPUs, bfloat16 on CUDA GPUs that have it.
+
+    float16 on older ones: its gradients may overflow, and such updates are skipped and counted.
+    """
+    if torch.cuda.is_available():
+        return "cuda:0", torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return "mps" if torch.backends.mps.is_available() else "cpu", torch.float32
+
+
+def check_4bit(in_4bit):
+    """Raises DataError where 4-bit weights are asked for and cannot be had."""
+    if in_4bit and find_spec("bitsandbytes") is None:
+        raise DataError("--load_in_4bit needs the package bitsandbytes, which is not installed")
+
+
+def load_base_model(model_path, in_4bit=False, dtype=None):
+    """A causal LM from safetensors files, its linear layers in 4 bits (NF4, double quantisation) if wanted.
+
+    dtype: of everything else, by default as `device_and_dtype` says. No code that comes with the model is run. Raises
+    DataError where it is damaged, or where 4 bits are not to be had.
+    """
+    device, usual_dtype = device_and_dtype()
+    options = {"dtype": dtype or usual_dtype, "device_map": {"": device}, "trust_remote_code": False,
+               "use_safetensors": True}  # fmt: skip
+    check_4bit(in_4bit)
+    if in_4bit:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=options["dtype"])  # fmt: skip
     with on_failure(f"{model_path}: cannot be loaded"):
-        return AutoModelForCausalLM.from_pretrained(model_path, **options)
+        model = AutoModelForCausalLM.from_pretrained(model_path, **options)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # its packed weights know no backward pass
+    return model
 
 
 def load_adapter(model, folder, is_trainable=False):
@@ -229,18 +272,17 @@ def load_adapter(model, folder, is_trainable=False):
     return model
 
 
-def load_policy(model_path, adapter=None):
-    """A model for evaluation, with its LoRA adapter if given, and its tokenizer: bf16 on a GPU, float32 elsewhere.
+def load_policy(model_path, adapter=None, in_4bit=False):
+    """A model for evaluation, with its LoRA adapter if given, and its tokenizer.
 
     Returns (model, tokenizer). Raises DataError.
     """
-    cuda = torch.cuda.is_available()
-    tokenizer = load_tokenizer(model_path)
-    model = load_base_model(model_path, dtype=torch.bfloat16 if cuda else torch.float32)
+    tokenizer, model = load_tokenizer(model_path), load_base_model(model_path, in_4bit)
     if adapter:
         model = load_adapter(model, adapter)
-        model = model if cuda else model.merge_and_unload()  # bf16 weights would round the adapter away
-    return model.to("cuda" if cuda else "cpu").eval(), tokenizer
+        if model.dtype == torch.float32 and not in_4bit:  # fewer bits would round the adapter away
+            model = model.merge_and_unload()
+    return model.eval(), tokenizer
 
 
 def encode(tokenizer, text):
@@ -248,22 +290,44 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
-def encode_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT):
-    """The prompt's ids: the model's own chat template, rendered once, or plain text for a model without one."""
-    if tokenizer.chat_template is None:
+def system_prompt_of(settings):
+    """The instructions: the built-in ones or the text of the file --system_prompt. Raises DataError."""
+    if settings.system_prompt is None:
+        return SYSTEM_PROMPT
+    with on_failure(f"--system_prompt {settings.system_prompt}"):
+        text = Path(locate(settings.system_prompt)).read_text(encoding="utf-8").strip()
+        if not text:
+            raise DataError("the file is empty")
+    return text
+
+
+def encode_prompt(tokenizer, question, system_prompt=SYSTEM_PROMPT, prompt_style="auto"):
+    """The prompt's ids: the model's own chat template, rendered once, or plain text (see `prompt_style`).
+
+    A template that opens the first thought itself, as those of thinking models do, loses that: opening it is the
+    policy's part of every turn. Raises DataError where a template is asked for and missing, or fails.
+    """
+    if prompt_style == "plain" or (prompt_style == "auto" and tokenizer.chat_template is None):
         start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
         return start + encode(tokenizer, f"{system_prompt}\n\nQuestion: {question}\n")
+    if tokenizer.chat_template is None:
+        raise DataError("--prompt_style chat: this model has no chat template")
     for token in tokenizer.all_special_tokens:  # a question must not end its own turn
         question = question.replace(token, f"{token[0]} {token[1:]}")
-    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": question}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    with on_failure("the model's chat template fails"):
+        try:
+            text = render([{"role": "system", "content": system_prompt}, {"role": "user", "content": question}])
+        except TemplateError:  # some know no system role
+            text = render([{"role": "user", "content": f"{system_prompt}\n\n{question}"}])
+    text = re.sub(r"<think>\s*(</think>\s*)?$", "", text)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def separate_prompt(tokenizer, trajectory):
+def separate_prompt(tokenizer, trajectory, prompt_style):
     """Ids of the prompt that asks for a self-answer outside of the trajectory: question, all text so far, `PROBE`."""
-    so_far = tokenizer.decode(trajectory.completion_ids)
-    return encode_prompt(tokenizer, f"{trajectory.question['question']}\n\n{so_far}{PROBE}", SELF_ANSWER_PROMPT)
+    so_far = f"{trajectory.question['question']}\n\n{tokenizer.decode(trajectory.completion_ids)}{PROBE}"
+    return encode_prompt(tokenizer, so_far, SELF_ANSWER_PROMPT, prompt_style)
 
 
 def clean(text):
@@ -426,8 +490,7 @@ SELF_ANSWER_ENDS = re.compile("</answer>")
 
 @torch.inference_mode()
 def rollout(model, tokenizer, questions, retriever, settings, num_generations=1, temperature=1.0, self_answers=True,
-            ask_before_search=False, system_prompt=SYSTEM_PROMPT, seed=0, phase_seconds=None, force_depth=None,
-            on_text=None):  # fmt: skip
+            ask_before_search=False, seed=0, phase_seconds=None, force_depth=None, on_text=None):  # fmt: skip
     """Play `num_generations` trajectories per question, all at once. Returns them in question order, groups together.
 
     model: a causal LM in eval mode. questions: dicts as `retriever.load_questions` gives them. settings:
@@ -436,12 +499,14 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
     called with ("turn", "observation" or "self_answer", text so far) as the first trajectory grows. Self-answers have a
     random stream of their own and never change a trajectory. Raises DataError if a prompt leaves no room for a turn.
     """
+    system_prompt = system_prompt_of(settings)
     if force_depth is not None:
         settings = replace(settings, max_searches=force_depth)
         system_prompt += FORCED.format(depth=force_depth)
     clock = Clock(phase_seconds)
     generator, branch_generator = (torch.Generator(model.device).manual_seed(2 * seed + k) for k in (0, 1))
-    prompts = [encode_prompt(tokenizer, question["question"], system_prompt) for question in questions]
+    prompts = [encode_prompt(tokenizer, question["question"], system_prompt, settings.prompt_style)
+               for question in questions]  # fmt: skip
     for question, prompt in zip(questions, prompts):
         check_room(question, prompt, settings)
     trajectories = [Trajectory(q, prompt_ids=p) for q, p in zip(questions, prompts) for _ in range(num_generations)]
@@ -456,7 +521,8 @@ def rollout(model, tokenizer, questions, retriever, settings, num_generations=1,
             if settings.self_answer == "branch":
                 ids = batch.branch([encode(tokenizer, PROBE)] * len(live), *how)
             else:
-                asked, first = CachedBatch.start(model, tokenizer, [separate_prompt(tokenizer, t) for t in live], 1)
+                asked, first = CachedBatch.start(model, tokenizer, [
+                    separate_prompt(tokenizer, t, settings.prompt_style) for t in live], 1)  # fmt: skip
                 ids = asked.write(first, *how)
             return [batch.decode(answer) for answer in ids]
 

@@ -11,17 +11,19 @@ Where this departs from the paper (arXiv 2604.17337):
    `--self_answer separate` does.
 6. The step rewards follow the paper where the released code differs: see reward.py, and `--reward autosearch-released`.
 
-    python train.py                        # tiny world, paper's rewards, CPU
-    python train.py --reward outcome       # Search-R1's reward: final answer and format only
-    python train.py --resume runs/NAME     # go on with a run that was stopped
+    python train.py                                     # tiny world, paper's rewards, CPU
+    python train.py --reward outcome                    # Search-R1's reward: final answer and format only
+    python train.py --resume runs/NAME                  # go on with a run that was stopped
+    python train.py --preset qwen2.5-0.5b --dry_run     # does it fit? one step at its largest, then stop
+    python train.py --resume runs/NAME --merge FOLDER   # write the trained model, 16-bit, for other programs
 """
 
 import functools
-import importlib.util
 import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -31,11 +33,14 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
-from transformers import BitsAndBytesConfig, HfArgumentParser
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
 
 import reward
 from eval import (
@@ -51,10 +56,17 @@ from eval import (
     score_trajectory,
     write_text,
 )
-from retriever import BM25, DataError, SearchClient, SearchError, error_line, load_corpus, load_questions
+from retriever import DataError, SearchClient, SearchError, error_line, load_questions, open_corpus
 from rollout import (
+    PROBE,
+    CachedBatch,
+    Clock,
     RolloutSettings,
+    Trajectory,
+    check_4bit,
     check_model,
+    encode,
+    encode_prompt,
     load_adapter,
     load_base_model,
     load_tokenizer,
@@ -63,6 +75,8 @@ from rollout import (
     rollout,
     seed_of,
     setting,
+    show_passages,
+    system_prompt_of,
 )
 
 
@@ -70,8 +84,9 @@ from rollout import (
 class TrainSettings:
     """Everything about a training run that is not about a single rollout."""
 
+    preset: str | None = setting(None, "settings for a real model, from data/presets/; other options change them")
     model: str = setting("data/tiny_model", "folder or hub name of a causal LM")
-    corpus: str = setting("data/tinyworld/train_corpus.jsonl", "passages to search in while training")
+    corpus: str = setting("data/tinyworld/train_corpus.jsonl", "passages to search in while training, or an index")
     questions: str = setting("data/tinyworld/train.jsonl", "questions to train on")
     eval_corpus: str = setting("data/tinyworld/dev_corpus.jsonl", "passages for the held-out questions")
     eval_questions: str = setting("data/tinyworld/dev.jsonl", "held-out questions; '' for none")
@@ -81,6 +96,9 @@ class TrainSettings:
     retriever_url: str | None = setting(None, "search server (Search-R1's protocol) to use instead of the corpora")
     name: str | None = setting(None, "written to runs/NAME of the current folder; default: reward and seed")
     resume: str | None = setting(None, "run folder to go on with; all other settings come from it")
+    merge: str | None = setting(None, "with --resume: do not train, write base model plus adapter to this folder")
+    dry_run: bool = setting(False, "do not train: run one step at its largest and print its memory and time")
+    report_to: Literal["none", "wandb", "tensorboard"] = setting("none", "where metrics go besides metrics.jsonl")
     reward: str = setting("autosearch", "; ".join(f"{name}: {rules.about}" for name, rules in reward.REWARDS.items()))
     search_cost: float | None = setting(None, "flat cost of a search for --reward search-penalty (0.1 if not given)")
     steps: int = setting(40, "training steps; each is one batch of rollouts")
@@ -92,7 +110,8 @@ class TrainSettings:
     epsilon: float = setting(0.2, "clip range of the ratio")
     beta: float = setting(0.0, "coefficient of the KL to the policy before training; 0 computes no reference")
     max_grad_norm: float = setting(1.0, "gradients above this norm are scaled down")
-    lora_r: int = setting(16, "rank of the LoRA adapter, on all linear layers")
+    lora_r: int = setting(16, "rank of the LoRA adapter")
+    lora_targets: str = setting("all-linear", "layers with an adapter: all-linear, or a regular expression of names")
     lora_alpha: int = setting(32, "scale of the LoRA adapter: alpha / r")
     load_in_4bit: bool | None = setting(None, "4-bit NF4 base weights; default: on with CUDA, off elsewhere")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass, to save memory")
@@ -108,6 +127,7 @@ def train(model, tokenizer, optimizer, data, held_out, settings, rollout_setting
     data, held_out: (questions, retriever). Raises KeyboardInterrupt when a signal to stop has been obeyed.
     """
     questions, retriever = data
+    report_metrics = open_tracker(settings, run)
     drop_later_lines(run / "trajectories.jsonl", first_step)
     rows = drop_later_lines(run / "metrics.jsonl", first_step)  # all metrics until now
     bar = tqdm(range(first_step, settings.steps), initial=first_step, total=settings.steps, desc=run.name, disable=None)
@@ -140,6 +160,7 @@ def train(model, tokenizer, optimizer, data, held_out, settings, rollout_setting
             if is_due:
                 row |= held_out_score(model, tokenizer, *held_out, settings, rollout_settings, weights)
             rows.append(log_step(row, run, bar, is_due))
+            report_metrics(row)
             if settings.sample_every and step % settings.sample_every == 0:
                 show_sample(run, step, trajectories, scores, settings.num_generations)
             for symptom in symptoms(rows, rollout_settings.max_searches) - warned:
@@ -273,22 +294,34 @@ def length_of(trajectory):
     return len(trajectory.prompt_ids) + len(trajectory.completion_ids)
 
 
+LOGITS_AT_ONCE = 2**26  # numbers: 256 MiB in float32
+
+
 def per_token_logps(model, batch, temperature):
     """Log-probability of each sampled token, and the policy's entropy there: two (B, T) tensors, 0 where not sampled.
 
-    Logits are computed at the sampled positions only, so that no (B, T, V) tensor is ever made.
+    Logits are computed at the sampled positions only, and of many a piece at a time: no (B, T, V) tensor is ever made.
     """
     mask = batch["completion_mask"].bool()  # (B, T)
     causal_lm = model.get_base_model()  # the adapter is inside its layers
     hidden = causal_lm.base_model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state  # (B, T, d)
     states = hidden[:, :-1][mask[:, 1:]]  # (N, d): the state from which each sampled token was drawn
-    logits = causal_lm.get_output_embeddings()(states).float() / temperature  # (N, V)
-    log_softmax = logits.log_softmax(-1)
     sampled = batch["input_ids"][mask]  # (N,)
-    empty = torch.zeros(mask.shape, device=logits.device)
-    logps = empty.masked_scatter(mask, log_softmax.gather(1, sampled[:, None])[:, 0])
-    entropy = -(log_softmax.detach().exp() * log_softmax.detach()).sum(-1)
-    return logps, empty.masked_scatter(mask, entropy)
+
+    def score(states, sampled):
+        log_softmax = (causal_lm.get_output_embeddings()(states).float() / temperature).log_softmax(-1)  # (n, V)
+        entropy = -(log_softmax.detach().exp() * log_softmax.detach()).sum(-1)
+        return log_softmax.gather(1, sampled[:, None])[:, 0], entropy
+
+    size = max(1, LOGITS_AT_ONCE // causal_lm.config.vocab_size)
+    pieces = list(zip(states.split(size), sampled.split(size)))
+    if len(pieces) > 1:  # the logits of one piece at a time are in memory, in the backward pass too
+        pieces = [recomputed(score, *piece, use_reentrant=False) for piece in pieces]
+    else:
+        pieces = [score(*piece) for piece in pieces]
+    empty = torch.zeros(mask.shape, device=states.device)
+    logps, entropy = (empty.masked_scatter(mask, torch.cat(values)) for values in zip(*pieces))
+    return logps, entropy
 
 
 def grpo_loss(per_token_logps, batch, epsilon, beta):
@@ -434,6 +467,22 @@ def log_step(row, run, bar, is_due):
     return row
 
 
+def open_tracker(settings, run):
+    """A function that sends a row of metrics to where --report_to says."""
+    if settings.report_to == "wandb":
+        import wandb
+
+        tracker = wandb.init(project="autosearch", name=run.name, dir=run, config=asdict(settings))
+        return lambda row: tracker.log(row, step=row["step"])
+    if settings.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(run / "tensorboard")
+        return lambda row: [writer.add_scalar(key, value, row["step"]) for key, value in row.items()
+                            if value is not None]  # fmt: skip
+    return lambda row: None
+
+
 def append_line(path, row):
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -447,40 +496,20 @@ def load_model(settings, adapter=None):
 
     Returns (model, tokenizer). Raises DataError for a model whose logits the loss would get wrong.
     """
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import LoraConfig, get_peft_model
 
-    cuda, in_4bit = torch.cuda.is_available(), settings.load_in_4bit
-    dtype = torch.bfloat16 if cuda else torch.float32
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                                      bnb_4bit_compute_dtype=dtype) if in_4bit else None  # fmt: skip
     model_path = locate(settings.model)
-    tokenizer = load_tokenizer(model_path)
-    model = load_base_model(model_path, dtype=dtype, quantization_config=quantization,
-                            device_map={"": "cuda:0" if cuda else "cpu"})  # fmt: skip
+    tokenizer, model = load_tokenizer(model_path), load_base_model(model_path, settings.load_in_4bit)
     for name in ("final_logit_softcapping", "logit_scale"):
         if getattr(model.config, name, None):
             raise DataError(f"{settings.model}: models with {name} are not supported")
-    if in_4bit:
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        for module in model.modules():
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False  # its packed weights know no backward pass
     if settings.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if adapter:
         return load_adapter(model, adapter, is_trainable=True), tokenizer
-    lora = LoraConfig(r=settings.lora_r, lora_alpha=settings.lora_alpha, target_modules="all-linear",
+    lora = LoraConfig(r=settings.lora_r, lora_alpha=settings.lora_alpha, target_modules=settings.lora_targets,
                       task_type="CAUSAL_LM")  # fmt: skip
     return get_peft_model(model, lora), tokenizer
-
-
-def resolve_4bit(settings):
-    """Decide `load_in_4bit` where it was left open. Raises DataError where it is asked for and cannot be had."""
-    found = importlib.util.find_spec("bitsandbytes") is not None
-    if settings.load_in_4bit and not found:
-        raise DataError("--load_in_4bit needs the package bitsandbytes, which is not installed")
-    if settings.load_in_4bit is None:
-        settings.load_in_4bit = torch.cuda.is_available() and found
 
 
 @contextmanager
@@ -590,6 +619,8 @@ def check_settings(settings, rollout_settings):
     if settings.temperature == 0:
         raise DataError(f"--temperature {settings.temperature}: training samples, it must be above 0")
     weights = reward.REWARDS[settings.reward]
+    if settings.report_to != "none" and find_spec(settings.report_to) is None:
+        raise DataError(f"--report_to {settings.report_to}: the package {settings.report_to} is not installed")
     if settings.search_cost is not None:
         if not weights.search_cost:
             raise DataError(f"--search_cost is for --reward search-penalty, not for {settings.reward}")
@@ -613,31 +644,174 @@ def load_data(settings, rollout_settings, weights, adapter):
     if settings.retriever_url:
         client = SearchClient(settings.retriever_url)
         return (questions, client), (dev, client)
-    passages = load_corpus(locate(settings.corpus))
-    if len(passages) == 1:
+    retriever = open_corpus(locate(settings.corpus))
+    if len(retriever.passages) == 1:
         raise DataError(f"{settings.corpus}: one passage only: there is nothing to learn from searching in it")
-    dev_passages = load_corpus(locate(settings.eval_corpus)) if dev else []
-    return (questions, BM25(passages)), (dev, BM25(dev_passages) if dev else None)
+    if not dev or settings.eval_corpus == settings.corpus:
+        return (questions, retriever), (dev, retriever)
+    return (questions, retriever), (dev, open_corpus(locate(settings.eval_corpus)))
+
+
+def merge_adapter(run, settings, out):
+    """Write base model plus adapter, in 16 bits, as an ordinary model folder. Raises DataError.
+
+    The adapter is added to the unquantised weights: into 4-bit ones it would vanish in the rounding.
+    """
+    folder = find_checkpoint(run)
+    if folder is None:
+        raise DataError(f"{run}: there is no adapter yet")
+    if Path(out).exists():
+        raise DataError(f"--merge {out}: exists already")
+    model = load_adapter(load_base_model(locate(settings.model), dtype=torch.bfloat16), folder).merge_and_unload()
+    with on_failure(f"{out}: not written"), new_folder(Path(out)) as beside:
+        model.save_pretrained(beside)
+        load_tokenizer(locate(settings.model)).save_pretrained(beside)
+    print(f"{settings.model} with {folder}: {out}")
+
+
+# Memory
+
+
+def dry_run(model, tokenizer, optimizer, questions, retriever, settings, rollout_settings):
+    """One step at its largest: the longest prompt, all searches, the longest passages, every text to its limit.
+
+    Prints seconds by phase, and the peak memory so far after each.
+    """
+    limits, rows = rollout_settings, settings.num_questions * settings.num_generations
+    clock = Clock(seconds := {})
+    style = system_prompt_of(limits), limits.prompt_style
+    longest = max(questions, key=lambda question: len(question["question"]))
+    trajectory = Trajectory(longest, prompt_ids=encode_prompt(tokenizer, longest["question"], *style))
+    passages = sorted(retriever.search([longest["question"]], 50)[0], key=lambda hit: -len(hit["text"]))[: limits.topk]
+    passages = [{"title": hit["title"], "text": hit["text"][: limits.max_passage_chars]} for hit in passages]
+    observation, probe = encode(tokenizer, show_passages(passages)), encode(tokenizer, PROBE)
+    sampling = re.compile("(?!)"), settings.temperature, torch.Generator(model.device).manual_seed(0)  # no tag stops it
+    print(f"{'loaded':>12}                 {peak_memory() / 2**30:7.2f} GiB")
+    with inference_weights(model), torch.inference_mode():
+        with clock("rollout"):
+            batch, logits = CachedBatch.start(model, tokenizer, [trajectory.prompt_ids] * settings.num_questions,
+                                              settings.num_generations)  # fmt: skip
+            batch.eos_ids = set()
+        for turns_left in reversed(range(limits.max_searches + 1)):
+            with clock("rollout"):
+                trajectory.append(batch.write(logits, limits.max_turn_tokens, *sampling)[0], sampled=True)
+            room = limits.max_context - length_of(trajectory) - limits.max_turn_tokens
+            if not turns_left or room < len(observation):
+                break
+            with clock("rollout"):
+                logits = batch.append([observation] * rows)
+                trajectory.append(observation, sampled=False)
+            with clock("self_answer"):
+                batch.branch([probe] * rows, limits.max_self_answer_tokens, *sampling)
+    print(f"{'rollout':>12}  {seconds['rollout'] + seconds.get('self_answer', 0):8.1f} s     "
+          f"{peak_memory() / 2**30:7.2f} GiB   {rows} trajectories of {length_of(trajectory)} tokens")  # fmt: skip
+    del batch, logits
+    model.train()
+    with clock("update"):
+        advantages = torch.tensor([1.0, -1.0] * rows)[:rows]
+        update(model, optimizer, [trajectory] * rows, advantages, settings.learning_rate, settings)
+    print(f"{'update':>12}  {seconds['update']:8.1f} s     {peak_memory() / 2**30:7.2f} GiB")
+
+
+def peak_memory():
+    """Most bytes in use until now: of the GPU where there is one, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource  # not there on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def estimate_memory(config, settings, rollout_settings):
+    """Bytes that a run needs at its peak, by part, from the shapes alone: what `--dry_run` measures.
+
+    config: the model's. Assumes a decoder of the Llama kind (Qwen2.5, SmolLM2): attention, gated MLP, LoRA on every
+    linear layer, and trajectories as long as `max_context`.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    size = 2 if torch.cuda.is_available() or settings.load_in_4bit else 4  # bytes of a number that is not in 4 bits
+    layers = config.num_hidden_layers
+    linear = [module for name, module in model.named_modules()
+              if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head")]  # fmt: skip
+    quantised = sum(module.weight.numel() for module in linear)
+    others = sum(parameter.numel() for parameter in model.parameters()) - quantised
+    lora = sum(settings.lora_r * (module.in_features + module.out_features) for module in linear)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width, kv_width, mlp = config.hidden_size, config.num_key_value_heads * head_dim, config.intermediate_size
+    context = rollout_settings.max_context
+    rows = settings.num_questions * settings.num_generations
+    tokens = settings.micro_batch_size * context
+    # What the backward pass needs of a layer, numbers a token: inputs of both norms and of the linear layers, queries,
+    # keys and values, the MLP's three products; LoRA reads its inputs in float32.
+    kept = (4 * width + 2 * heads * head_dim + 2 * kv_width + 4 * mlp) * size
+    kept += 4 * sum(module.in_features for module in linear) // layers if size == 2 else 0
+    activations = tokens * (layers * width * size + kept if settings.gradient_checkpointing else layers * kept)
+    sampled = min(settings.micro_batch_size * (rollout_settings.max_searches + 1) * rollout_settings.max_turn_tokens,
+                  max(1, LOGITS_AT_ONCE // config.vocab_size))  # fmt: skip
+    return {
+        "weights": quantised * (0.52 if settings.load_in_4bit else size) + others * size,
+        "adapter, gradients, Adam": lora * 16,
+        "rollout: cache": 2 * layers * kv_width * size * rows * context,
+        "update: activations": activations + 2 * tokens * mlp * size,
+        "update: logits": sampled * config.vocab_size * 4 * 4,
+    }
+
+
+def peak_of(parts):
+    """The peak of `estimate_memory`'s parts: rollout and update do not meet."""
+    phases = [sum(value for name, value in parts.items() if name.startswith(phase)) for phase in ("rollout", "update")]
+    return sum(value for name, value in parts.items() if ":" not in name) + max(phases)
+
+
+def read_preset(name):
+    """The settings in data/presets/NAME.json. Raises DataError."""
+    folder = Path(__file__).resolve().parent / "data" / "presets"
+    known = sorted(path.stem for path in folder.glob("*.json"))
+    if name not in known:
+        raise DataError(f"--preset {name}: choose one of {', '.join(known)}")
+    return read_json(folder / f"{name}.json")
+
+
+def parse(arguments):
+    """(settings, rollout_settings, run) of the command line; run: the folder of --resume, which all settings are from.
+
+    Raises DataError for options that do not go together.
+    """
+    parser = HfArgumentParser((TrainSettings, RolloutSettings), description=__doc__.splitlines()[0])
+    settings, rollout_settings = parser.parse_args_into_dataclasses(arguments)
+    if settings.resume:
+        words = [word.split("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)]
+        given = [word for word in words if word.startswith("--") and word not in ("--resume", "--merge")]
+        if given:
+            raise DataError(f"--resume takes all settings from {settings.resume}: leave out {', '.join(given)}")
+        run, out = Path(settings.resume), settings.merge
+        settings, rollout_settings = settings_of(run)
+        settings.merge = out
+        return settings, rollout_settings, run
+    if settings.merge:
+        raise DataError("--merge writes the model of a run: say which by --resume runs/NAME")
+    if settings.preset:
+        parser.set_defaults(**read_preset(settings.preset))
+        settings, rollout_settings = parser.parse_args_into_dataclasses(arguments)
+    if settings.load_in_4bit is None:
+        settings.load_in_4bit = torch.cuda.is_available() and find_spec("bitsandbytes") is not None
+    check_4bit(settings.load_in_4bit)
+    if settings.name and Path(settings.name).name != settings.name:
+        raise DataError(f"--name {settings.name}: must be the name of a folder in runs/, without a path")
+    if settings.name and (Path("runs") / settings.name).exists():
+        raise DataError(f"--name {settings.name}: runs/{settings.name} exists; go on with it by --resume "
+                        f"runs/{settings.name}, or choose another name")  # fmt: skip
+    return settings, rollout_settings, None
 
 
 def main(arguments=None):
-    parser = HfArgumentParser((TrainSettings, RolloutSettings), description=__doc__.splitlines()[0])
-    settings, rollout_settings = parser.parse_args_into_dataclasses(arguments)
-    resumed = Path(settings.resume) if settings.resume else None
-    if resumed:
-        words = [word.split("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)]
-        given = [word for word in words if word.startswith("--") and word != "--resume"]
-        if given:
-            raise DataError(f"--resume takes all settings from {resumed}: leave out {', '.join(given)}")
-        settings, rollout_settings = settings_of(resumed)
+    settings, rollout_settings, resumed = parse(arguments)
     weights = check_settings(settings, rollout_settings)
-    if not resumed:
-        resolve_4bit(settings)
-        if settings.name and Path(settings.name).name != settings.name:
-            raise DataError(f"--name {settings.name}: must be the name of a folder in runs/, without a path")
-        if settings.name and (Path("runs") / settings.name).exists():
-            raise DataError(f"--name {settings.name}: runs/{settings.name} exists; go on with it by --resume "
-                            f"runs/{settings.name}, or choose another name")  # fmt: skip
+    if settings.merge:
+        return merge_adapter(resumed, settings, settings.merge)
     checkpoint = find_checkpoint(resumed) if resumed else None
     data, held_out = load_data(settings, rollout_settings, weights, checkpoint)
     torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves behind
@@ -645,6 +819,12 @@ def main(arguments=None):
     model, tokenizer = load_model(settings, checkpoint)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
+    if settings.dry_run:
+        config = AutoConfig.from_pretrained(locate(settings.model)).get_text_config()
+        parts = estimate_memory(config, settings, rollout_settings)
+        print("estimate: " + ", ".join(f"{name} {value / 2**30:.2f}" for name, value in parts.items())
+              + f"; peak {peak_of(parts) / 2**30:.2f} GiB")  # fmt: skip
+        return dry_run(model, tokenizer, optimizer, *data, settings, rollout_settings)
     first_step = load_optimizer(optimizer, checkpoint) if checkpoint else 0
     run = resumed or new_run(settings, rollout_settings)
     print(f"{run}: {weights.about}; {sum(p.numel() for p in parameters):,} trainable parameters", flush=True)
@@ -683,8 +863,8 @@ def measure(moment, model, tokenizer, questions, retriever, settings, rollout_se
         with inference_weights(model):
             trajectories = evaluate(model, tokenizer, questions, retriever, rollout_settings, temperature,
                                     settings.seed, settings.eval_batch_size)  # fmt: skip
-        depends_on = provenance(settings.model, adapter, files, retriever=search_in, temperature=temperature,
-                                seed=settings.seed, **asdict(rollout_settings))  # fmt: skip
+        depends_on = provenance(settings.model, adapter, files, rollout_settings, retriever=search_in,
+                                temperature=temperature, seed=settings.seed, load_in_4bit=settings.load_in_4bit)
         results[moment][decoding] = report(trajectories, settings=depends_on)
     if moment == "after":  # the last ones, greedy
         save_trajectories(run / HELD_OUT, [(trajectory, score_trajectory(trajectory)) for trajectory in trajectories])

@@ -304,13 +304,11 @@ def test_one_step_in_4bit(monkeypatch, tmp_path, played):
 
 
 def test_4bit_without_bitsandbytes_is_one_line(monkeypatch):
-    find = tr.importlib.util.find_spec
-    monkeypatch.setattr(tr.importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    for module in (tr, rollout_module):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="bitsandbytes, which is not installed"):
-        tr.resolve_4bit(TrainSettings(load_in_4bit=True))
-    settings = TrainSettings()
-    tr.resolve_4bit(settings)
-    assert settings.load_in_4bit is False
+        tr.parse(["--load_in_4bit", "true"])
+    assert tr.parse([])[0].load_in_4bit is False
 
 
 def test_a_loaded_adapter_stays_trainable(lora, tmp_path):
