@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from download import PUBLIC, download  # noqa: E402
 
-from retriever import DataError, is_blank, read_jsonl  # noqa: E402
+from retriever import DataError, error_line, is_blank, read_jsonl  # noqa: E402
 
 # Reading: yield (where, item) for every item of a file
 
@@ -345,8 +345,7 @@ def main(arguments=None):
                 download(url, raw, sha256, SETS[args.set][0])
                 convert_and_write(args.set, [raw], out / name, *options)
     except (DataError, OSError) as error:
-        line = "".join(c if c.isprintable() else "?" for c in str(error))  # a server's words may be in it
-        print(f"convert.py: {line}", file=sys.stderr)
+        print(f"convert.py: {error_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nconvert.py: stopped; a download goes on when the same command is run again", file=sys.stderr)
