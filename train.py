@@ -309,8 +309,9 @@ def per_token_logps(model, batch, temperature):
     sampled = batch["input_ids"][mask]  # (N,)
 
     def score(states, sampled):
-        log_softmax = (causal_lm.get_output_embeddings()(states).float() / temperature).log_softmax(-1)  # (n, V)
-        entropy = -(log_softmax.detach().exp() * log_softmax.detach()).sum(-1)
+        logits = causal_lm.get_output_embeddings()(states).float().div_(temperature)  # (n, V); in place: it is large
+        log_softmax = logits.log_softmax(-1)
+        entropy = -log_softmax.detach().exp().mul_(log_softmax.detach()).sum(-1)
         return log_softmax.gather(1, sampled[:, None])[:, 0], entropy
 
     size = max(1, LOGITS_AT_ONCE // causal_lm.config.vocab_size)
@@ -748,16 +749,17 @@ def estimate_memory(config, settings, rollout_settings):
     # keys and values, the MLP's three products; LoRA reads its inputs in float32.
     kept = (4 * width + 2 * heads * head_dim + 2 * kv_width + 4 * mlp) * size
     kept += 4 * sum(module.in_features for module in linear) // layers if size == 2 else 0
-    activations = tokens * (layers * width * size + kept if settings.gradient_checkpointing else layers * kept)
-    sampled = min(settings.micro_batch_size * (rollout_settings.max_searches + 1) * rollout_settings.max_turn_tokens,
-                  max(1, LOGITS_AT_ONCE // config.vocab_size))  # fmt: skip
+    recompute = settings.gradient_checkpointing
+    sampled = settings.micro_batch_size * (rollout_settings.max_searches + 1) * rollout_settings.max_turn_tokens
+    logits = min(sampled * config.vocab_size, LOGITS_AT_ONCE)  # a piece: logits, log_softmax and gradient in float32
     return {
         "weights": quantised * (0.52 if settings.load_in_4bit else size) + others * size,
         "adapter, gradients, Adam": lora * 16,
         "rollout: cache": 2 * layers * kv_width * size * rows * context,
-        "update: activations": activations + 2 * tokens * mlp * size,
-        "update: logits": sampled * config.vocab_size * 4 * 4,
-    }
+        "update: activations": tokens * layers * (width * size if recompute else kept),
+        "update: logits, or a layer": max(logits * (12 if size == 4 else 16),
+                                          tokens * (2 * mlp * size + (kept if recompute else 0))),
+    }  # fmt: skip
 
 
 def peak_of(parts):

@@ -5,7 +5,7 @@ import torch
 
 import reward
 import rollout as ro
-from retriever import BM25
+from retriever import BM25, DataError
 from rollout import RolloutSettings, encode, encode_prompt, rollout
 
 QUESTION = {"id": "q", "question": "Who?", "golden_answers": ["Nile"], "metadata": {}}
@@ -286,6 +286,43 @@ def test_the_chat_template_is_rendered_once(tiny, world, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *a, **k: calls.append(1) or render(*a, **k))
     trajectory = rollout(model, tokenizer, world[1][:1], world[0], RolloutSettings(), num_generations=4)[0]
     assert len(calls) == 1 and trajectory.turns
+
+
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
+
+
+@pytest.mark.parametrize("template, expected", [
+    (TEMPLATE, "[system] S\n[user] Who?\n[assistant]"),
+    (TEMPLATE + "\n<think>\n", "[system] S\n[user] Who?\n[assistant]\n"),  # opening it is the policy's part
+    (TEMPLATE + "\n<think>\n\n</think>\n\n", "[system] S\n[user] Who?\n[assistant]\n"),
+    ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE,
+     "[user] S\n\nWho?\n[assistant]"),
+])
+def test_chat_templates(bpe_tokenizer, monkeypatch, template, expected):
+    monkeypatch.setattr(bpe_tokenizer, "chat_template", template)
+    assert bpe_tokenizer.decode(encode_prompt(bpe_tokenizer, "Who?", "S")) == expected
+    plain = bpe_tokenizer.decode(encode_prompt(bpe_tokenizer, "Who?", "S", "plain"))
+    assert plain == "S\n\nQuestion: Who?\n"
+
+
+def test_a_template_that_is_missing_or_fails_is_one_line(bpe_tokenizer, monkeypatch):
+    with pytest.raises(DataError, match="no chat template"):
+        encode_prompt(bpe_tokenizer, "Who?", "S", "chat")
+    monkeypatch.setattr(bpe_tokenizer, "chat_template", "{{ raise_exception('never') }}")
+    with pytest.raises(DataError, match="the model's chat template fails: never"):
+        encode_prompt(bpe_tokenizer, "Who?", "S")
+
+
+def test_the_system_prompt_can_be_a_file(bpe_model, bpe_tokenizer, script, tmp_path):
+    (tmp_path / "p.txt").write_text("Be brief.\n", encoding="utf-8")
+    script(bpe_tokenizer, ["<think>b</think><answer>x</answer>"])
+    settings = RolloutSettings(max_turn_tokens=200, max_context=2000, system_prompt=str(tmp_path / "p.txt"))
+    trajectory = play(bpe_model, bpe_tokenizer, settings=settings)
+    assert bpe_tokenizer.decode(trajectory.prompt_ids) == "Be brief.\n\nQuestion: Who?\n"
+    (tmp_path / "p.txt").write_text(" ")
+    for path in (tmp_path / "p.txt", tmp_path / "none.txt"):
+        with pytest.raises(DataError, match="--system_prompt"):
+            ro.system_prompt_of(RolloutSettings(system_prompt=str(path)))
 
 
 def test_the_protocol_is_single_tokens_of_the_tiny_model(tiny):

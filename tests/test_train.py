@@ -1,12 +1,16 @@
 """GRPO: advantages, loss and gradients by hand, then real training runs of two steps."""
 
+import itertools
 import json
 import math
+import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import WORLD
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rollout as ro
 import train as tr
@@ -304,7 +308,7 @@ def test_one_step_in_4bit(monkeypatch, tmp_path, played):
 
 
 def test_4bit_without_bitsandbytes_is_one_line(monkeypatch):
-    for module in (tr, rollout_module):
+    for module in (tr, ro):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="bitsandbytes, which is not installed"):
         tr.parse(["--load_in_4bit", "true"])
@@ -364,3 +368,131 @@ def test_questions_are_drawn_without_repeats_within_an_epoch():
     questions, settings = list(range(10)), SimpleNamespace(num_questions=4, seed=1)
     drawn = [q for step in range(5) for q in tr.draw_questions(questions, settings, step)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == questions and drawn[:10] != drawn[10:]
+
+
+# Real models: presets, prompts' settings, memory, merging, trackers
+
+PRESETS = sorted(path.stem for path in (WORLD.parent / "presets").glob("*.json"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_complete_and_can_be_changed(name):
+    known = {**TrainSettings.__dataclass_fields__, **RolloutSettings.__dataclass_fields__}
+    preset = tr.read_preset(name)
+    assert set(preset) <= set(known) and {"model", "prompt_style", "micro_batch_size", "max_context"} <= set(preset)
+    settings, rollout_settings, _ = tr.parse(["--preset", name, "--micro_batch_size", "1", "--topk", "2"])
+    tr.check_settings(settings, rollout_settings)
+    assert (settings.model, settings.micro_batch_size, rollout_settings.topk) == (preset["model"], 1, 2)
+    assert rollout_settings.max_turn_tokens == preset["max_turn_tokens"]
+    limits = rollout_settings  # a whole trajectory fits, with passages of four characters a token and the prompt
+    assert (limits.max_searches + 1) * limits.max_turn_tokens + limits.max_searches * limits.topk * (
+        limits.max_passage_chars // 4) + 350 <= limits.max_context * 1.5
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    assert {"qwen2.5-0.5b", "qwen2.5-1.5b-instruct", "qwen2.5-3b", "smollm2-135m"} <= set(PRESETS)
+    with pytest.raises(DataError, match="qwen2.5-3b-instruct"):
+        tr.parse(["--preset", "qwen"])
+
+
+def test_logits_in_pieces_are_the_same(lora, played, monkeypatch):
+    model = lora[0]
+    batch = make_micro_batches(played, torch.ones(len(played)), 16, "cpu")[0]
+    results = []
+    for size in (tr.LOGITS_AT_ONCE, 7 * model.config.vocab_size):
+        monkeypatch.setattr(tr, "LOGITS_AT_ONCE", size)
+        model.zero_grad()
+        logps, entropy = per_token_logps(model, batch, 0.7)
+        logps.sum().backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        results.append((logps.detach(), entropy, *grads))
+    for whole, pieces in zip(*results):
+        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
+    model.zero_grad()
+
+
+def allocated_peak(work, folder):
+    """Most bytes that torch had allocated while `work()` ran, beyond those at its start, from the profiler's log."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    changes = [e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"]) if e["name"] == "[memory]"]
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("vocab_size", [500, 20000])
+def test_the_memory_estimate_is_near_the_measured_peak(bpe_tokenizer, tmp_path, vocab_size, gradient_checkpointing):
+    config = Qwen2Config(vocab_size=vocab_size, hidden_size=256, intermediate_size=1024, num_hidden_layers=6,
+                         num_attention_heads=8, num_key_value_heads=2)  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    bpe_tokenizer.save_pretrained(tmp_path)
+    settings = TrainSettings(model=str(tmp_path), micro_batch_size=4, gradient_checkpointing=gradient_checkpointing)
+    limits = RolloutSettings(max_context=400, max_turn_tokens=40, max_searches=2)
+    model, _ = load_model(settings)
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    longest = Trajectory({}, prompt_ids=[5] * 40)
+    for _ in range(3):
+        longest.append([7] * 40, sampled=True)
+        longest.append([8] * 80, sampled=False)
+    assert tr.length_of(longest) == limits.max_context
+    advantages = torch.tensor([1.0, -1.0] * 2)
+    measured = allocated_peak(lambda: update(model, optimizer, [longest] * 4, advantages, 1e-3, settings), tmp_path)
+    parts = tr.estimate_memory(config, settings, limits)
+    expected = sum(value for name, value in parts.items() if name.startswith("update"))
+    expected += parts["adapter, gradients, Adam"] * 3 / 4  # the weights were there before
+    assert measured == pytest.approx(expected, rel=0.3)
+    weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "lora" not in name)
+    assert parts["weights"] == weights
+
+
+def test_a_dry_run_makes_one_step_at_its_largest_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tr.main(["--dry_run", "--num_questions", "1", "--num_generations", "2", "--max_turn_tokens", "12"])
+    printed = capsys.readouterr().out
+    assert re.search(r"estimate: weights 0.00, .* peak 0.\d\d GiB\n +loaded +\d.\d\d GiB\n", printed)
+    length = int(re.search(r"rollout +[\d.]+ s +[\d.]+ GiB   2 trajectories of (\d+) tokens", printed)[1])
+    assert length > 5 * 12 + 4 * 3 * 10, "five turns to their limit, and four times three passages"
+    assert re.search(r"update +[\d.]+ s", printed) and not list(tmp_path.iterdir())
+
+
+def test_merging_writes_an_ordinary_model(lora, tmp_path, capsys):
+    model, tokenizer = lora
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    tr.save_checkpoint(model, optimizer, 1, tmp_path / "run" / "adapter")
+    (tmp_path / "run" / "config.json").write_text("{}")
+    arguments = ["--resume", str(tmp_path / "run"), "--merge", str(tmp_path / "merged")]
+    tr.main(arguments)
+    merged, again = ro.load_policy(tmp_path / "merged")
+    ids = torch.tensor([ro.encode_prompt(tokenizer, "Who is the author of Amber Ivy?")])
+    assert ro.encode_prompt(again, "Who is the author of Amber Ivy?") == ids[0].tolist()
+    with torch.no_grad():
+        difference = (merged(ids).logits - model(ids).logits).abs().max()
+        with model.disable_adapter():
+            without = (merged(ids).logits - model(ids).logits).abs().max()
+    assert difference < 0.2 * without, "bfloat16 rounds, but the adapter must be there"
+    with pytest.raises(DataError, match="exists already"):
+        tr.main(arguments)
+    with pytest.raises(DataError, match="--merge writes the model of a run"):
+        tr.main(["--merge", "x"])
+
+
+def test_metrics_go_to_a_tracker(monkeypatch, tmp_path):
+    logged, asked = [], []
+    tracker = SimpleNamespace(log=lambda row, step: logged.append((row, step)))
+    fake = SimpleNamespace(init=lambda **arguments: asked.append(arguments) or tracker)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    report_metrics = tr.open_tracker(TrainSettings(report_to="wandb"), tmp_path / "a")
+    report_metrics({"step": 3, "reward": 1.5})
+    assert asked[0]["name"] == "a" and asked[0]["config"]["reward"] == "autosearch"
+    assert logged == [({"step": 3, "reward": 1.5}, 3)]
+    tr.open_tracker(TrainSettings(), tmp_path)({"step": 0})
+    monkeypatch.setattr(tr, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="--report_to tensorboard: the package tensorboard is not installed"):
+        tr.check_settings(TrainSettings(report_to="tensorboard"), RolloutSettings())
