@@ -424,7 +424,8 @@ def plot_forced(forced, path, name):
         axes[0].legend(frameon=False, fontsize=8)
 
 
-NO_SETTING = {"seed", "name", "resume", "commit", "versions", "eval_batch_size", "sample_every", "save_every"}
+NO_SETTING = {"seed", "name", "resume", "commit", "versions", "eval_sample", "eval_batch_size", "sample_every",
+              "save_every"}
 BEFORE = "before training"
 
 
