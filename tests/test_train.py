@@ -373,7 +373,7 @@ def test_one_step_in_4bit(monkeypatch, tmp_path, played):
 
 
 def test_4bit_without_bitsandbytes_is_one_line(monkeypatch):
-    for module in (tr, rollout_module):
+    for module in (tr, ro):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="bitsandbytes, which is not installed"):
         tr.parse(["--load_in_4bit", "true"])
