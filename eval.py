@@ -424,7 +424,8 @@ def plot_forced(forced, path, name):
         axes[0].legend(frameon=False, fontsize=8)
 
 
-NO_SETTING = {"seed", "name", "resume", "commit", "versions", "eval_batch_size", "sample_every", "save_every"}
+NO_SETTING = {"seed", "name", "resume", "commit", "versions", "eval_sample", "eval_batch_size", "sample_every",
+              "save_every"}
 BEFORE = "before training"
 
 
@@ -932,9 +933,9 @@ def interactive(args, config, settings):
 def main(argv=None):
     """The command line; returns the exit code (2, after one line, where input cannot be used)."""
     parser = HfArgumentParser((EvalSettings, rollout.RolloutSettings), description=__doc__.splitlines()[0])
-    args, settings = parser.parse_args_into_dataclasses(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter is no reason to stop
     try:
+        args, settings = rollout.parse_options(parser, argv)
         check(args)
         if args.compare:
             compare(args)
@@ -945,7 +946,7 @@ def main(argv=None):
         else:
             config = read_json(Path(args.run) / "config.json") if args.run else {}
             parser.set_defaults(**{f.name: config[f.name] for f in fields(settings) if f.name in config})
-            args, settings = parser.parse_args_into_dataclasses(argv)
+            args, settings = rollout.parse_options(parser, argv)
             (look if args.ask is None else interactive)(args, config, settings)
     except (DataError, SearchError, OSError) as error:
         print(f"eval.py: {error_line(error)}", file=sys.stderr)

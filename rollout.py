@@ -68,6 +68,14 @@ def setting(default, text, **argument):
     return field(default=default, metadata={"help": text, **argument})
 
 
+def parse_options(parser, arguments):
+    """The settings objects of a command line, by an `HfArgumentParser`. Raises DataError for an unknown option."""
+    *settings, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if unknown:
+        raise DataError(f"{unknown[0]}: no such option; --help lists all of them")
+    return settings
+
+
 @dataclass
 class RolloutSettings:
     """What a rollout depends on besides model, question and corpus. Lengths are in tokens unless named otherwise."""
@@ -262,9 +270,10 @@ def load_adapter(model, folder, is_trainable=False):
     """`model` with the LoRA adapter in `folder`. Raises DataError where it is damaged or another model's."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    with on_failure(f"{folder}: no adapter of this model"):
+    with on_failure(f"{folder}: no adapter of this model"), warnings.catch_warnings(action="ignore"):
         model = PeftModel.from_pretrained(model, folder, is_trainable=is_trainable)
-        saved, own = load_file(Path(folder) / "adapter_model.safetensors"), get_peft_model_state_dict(model)
+        saved = load_file(Path(folder) / "adapter_model.safetensors")
+        own = get_peft_model_state_dict(model, save_embedding_layers=False)
         if saved.keys() != own.keys():  # the library takes what fits and leaves the rest as it was
             raise DataError(f"{len(saved.keys() ^ own.keys())} of its weights have no counterpart")
         if not all(weight.isfinite().all() for weight in saved.values()):

@@ -72,6 +72,7 @@ from rollout import (
     load_tokenizer,
     locate,
     on_failure,
+    parse_options,
     rollout,
     seed_of,
     setting,
@@ -539,7 +540,7 @@ def save_checkpoint(model, optimizer, step, place):
     step, and held-out scores stand in metrics.jsonl.
     """
     with on_failure(f"{place}: not written (is the disk full?)"), new_folder(place) as folder:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_embedding_layers=False)  # "auto" would ask the hub about the base model
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
         write_text(folder / "state.json", json.dumps({"step": step}))
 
@@ -783,7 +784,7 @@ def parse(arguments):
     Raises DataError for options that do not go together.
     """
     parser = HfArgumentParser((TrainSettings, RolloutSettings), description=__doc__.splitlines()[0])
-    settings, rollout_settings = parser.parse_args_into_dataclasses(arguments)
+    settings, rollout_settings = parse_options(parser, arguments)
     if settings.resume:
         words = [word.split("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)]
         given = [word for word in words if word.startswith("--") and word not in ("--resume", "--merge")]
@@ -797,7 +798,7 @@ def parse(arguments):
         raise DataError("--merge writes the model of a run: say which by --resume runs/NAME")
     if settings.preset:
         parser.set_defaults(**read_preset(settings.preset))
-        settings, rollout_settings = parser.parse_args_into_dataclasses(arguments)
+        settings, rollout_settings = parse_options(parser, arguments)
     if settings.load_in_4bit is None:
         settings.load_in_4bit = torch.cuda.is_available() and find_spec("bitsandbytes") is not None
     check_4bit(settings.load_in_4bit)

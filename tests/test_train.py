@@ -18,6 +18,7 @@ from retriever import DataError
 from rollout import RolloutSettings, Trajectory, rollout
 from train import TrainSettings, group_advantages, grpo_loss, load_model, make_micro_batches, per_token_logps, update
 
+PLOT_CURVES = tr.plot_curves
 QUESTION = {"id": "q7", "question": "?", "golden_answers": ["x"], "metadata": {}}
 
 
@@ -216,6 +217,72 @@ def test_a_batch_without_a_trainable_token_has_loss_zero(lora):
     assert losses["loss"] == 0.0 and all(math.isfinite(value) for value in losses.values())
 
 
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(played, what):
+    """Weights and Adam's moments stay as they were, and the next update is as good as without it."""
+    model, _ = load_model(TrainSettings())
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    advantages = torch.linspace(-1, 1, len(played))
+    update(model, optimizer, played, advantages, 1e-3, TrainSettings())
+    before = [p.detach().clone() for p in parameters]
+    before += [value.clone() for moments in optimizer.state.values() for value in moments.values()]
+    hook = parameters[0].register_hook(lambda gradient: gradient * (math.inf if what == "gradient" else 1))
+    spoiled = advantages * (math.inf if what == "loss" else 1)
+    losses = update(model, optimizer, played, spoiled, 1e-3, TrainSettings(num_iterations=2))
+    hook.remove()
+    assert losses["skipped_updates"] == 2 and not math.isfinite(losses["grad_norm"])
+    after = [*parameters, *(value for moments in optimizer.state.values() for value in moments.values())]
+    assert all(torch.equal(old, new) for old, new in zip(before, after))
+    losses = update(model, optimizer, played, advantages, 1e-3, TrainSettings())
+    assert losses["skipped_updates"] == 0 and all(p.isfinite().all() for p in parameters)
+
+
+def test_three_steps_of_skipped_updates_stop_the_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(tr, "group_advantages", lambda rewards, _: torch.full((len(rewards),), math.nan))
+    with pytest.raises(DataError, match="not finite in 3 steps in a row: .*; go on with: python train.py --resume"):
+        run(monkeypatch, tmp_path, "--steps", "9", "--save_every", "2", "--eval_questions", "", "--name", "a")
+    lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]  # JSON knows no NaN
+    assert [(row["skipped_updates"], row["loss"]) for row in rows] == [(1, None)] * 3
+    assert json.loads((tmp_path / "runs" / "a" / "adapter" / "state.json").read_text()) == {"step": 2}
+    skipped = [{"skipped_updates": number} for number in (1, 1, 0, 1, 1)]
+    tr.check_updates(skipped), tr.check_updates(skipped[:2])
+
+
+HEALTHY = {"frac_reward_zero_std": 0.5, "valid_action_ratio": 0.9, "search_depth": 1.5, "entropy": 0.2}
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    ([{}] * 9, None),
+    ([{"frac_reward_zero_std": 1.0}] * 4, None),
+    ([{}] + [{"frac_reward_zero_std": 1.0}] * 5, "no group had a signal for 5 steps"),
+    ([{"frac_reward_zero_std": 1.0}] * 5 + [{}], None),
+    ([{}, {"valid_action_ratio": 0.49}], "under half of the actions are valid"),
+    ([{}, {"search_depth": 0.0}], "nobody searches any more"),
+    ([{}, {"search_depth": 0.01}, {"search_depth": 3.99}], None),
+    ([{}, {"search_depth": 4.0}], "everybody searches to the limit"),
+    ([{}] + [{"entropy": 0.0019}] * 5, "entropy was under 1%"),
+    ([{}] + [{"entropy": 0.0019}] * 4, None),
+    ([{"entropy": 0.0019}] * 6, None),  # it started there
+    ([{}] + [{"entropy": None}] * 5, None),
+])
+def test_symptoms_of_a_collapse(rows, message):
+    found = tr.symptoms([HEALTHY | row for row in rows], max_searches=4)
+    assert [text.startswith(message) for text in found] == [True] if message else found == set()
+
+
+def test_a_symptom_is_told_once(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tr, "symptoms", lambda rows, _: {"it hurts"} if rows[-1]["step"] else set())
+    run(monkeypatch, tmp_path, "--steps", "3", "--eval_questions", "", "--name", "a")
+    assert capsys.readouterr().err.count("warning, step 1: it hurts\n") == 1
+
+
+def test_the_best_is_the_first_with_the_highest_held_out_reward():
+    rows = [{}, {"eval/reward": 1.0}, {}, {"eval/reward": 1.5}, {"eval/reward": 1.5}, {"eval/reward": 2.0}, {}]
+    assert [tr.is_best(rows[: n + 1]) for n in range(len(rows))] == [False, True, False, True, False, True, False]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_every_adapter_layer_moves(played, checkpointing):
     model, _ = load_model(TrainSettings(gradient_checkpointing=checkpointing))
@@ -247,9 +314,10 @@ def test_rollouts_use_the_adapter_and_leave_the_weights_as_they_were(played):
     assert model.training and all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def run(monkeypatch, folder, *arguments):
+def run(monkeypatch, folder, *arguments, curves=False):
     """`python train.py` with small settings, in a folder of its own. Returns the run folder."""
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(tr, "plot_curves", PLOT_CURVES if curves else lambda *_: None)  # drawing takes seconds
     common = ["--num_questions", "3", "--num_generations", "3", "--eval_limit", "4", "--max_searches", "2",
               "--sample_every", "1"]  # fmt: skip
     tr.main([*common, *arguments])
@@ -264,7 +332,7 @@ def log_of(folder):
 def test_two_steps_and_two_more_are_four(monkeypatch, tmp_path, capsys):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     whole.mkdir(), halves.mkdir()
-    once = run(monkeypatch, whole, "--steps", "4", "--save_every", "2", "--name", "a")
+    once = run(monkeypatch, whole, "--steps", "4", "--save_every", "2", "--name", "a", curves=True)
     row_of = tr.metrics_row
 
     def stop_at_step_3(step, *rest):
@@ -292,7 +360,8 @@ def test_two_steps_and_two_more_are_four(monkeypatch, tmp_path, capsys):
     result = json.loads((once / "eval.json").read_text())
     assert {(moment, kind) for moment in result for kind in result[moment]} == {
         (moment, kind) for moment in ("before", "after") for kind in ("sampled", "greedy")}  # fmt: skip
-    assert "greedy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "greedy" in printed and "\nstep 2 of 4: reward " in printed, "progress also where no bar can be drawn"
     assert len(list(again.parent.parent.iterdir())) == 1, "nothing is written outside the run folder"
 
 
