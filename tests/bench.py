@@ -142,7 +142,8 @@ def bench_rollout(sizes):
     """Greedy, so that all write the same ids, which is checked; self-answers on all sides."""
     model, tokenizer = ro.load_policy(ro.locate("data/tiny_model"))
     retriever, questions = world()
-    questions, G, settings = questions[: sizes.questions], sizes.num_generations, RolloutSettings(sizes.max_searches)
+    questions, G = questions[: sizes.questions], sizes.num_generations
+    settings = RolloutSettings(max_searches=sizes.max_searches)
     everything = model, tokenizer, [question for question in questions for _ in range(G)], retriever, settings
     ours, trajectories = timed(lambda: rollout(model, tokenizer, questions, retriever, settings, G, 0.0), sizes.runs)
     ids = [trajectory.completion_ids for trajectory in trajectories]
@@ -204,7 +205,8 @@ def bench_trl(sizes):
     if is_missing("trl"):
         return
     retriever, questions = world()
-    questions, G, settings = questions[: sizes.questions], sizes.num_generations, RolloutSettings(sizes.max_searches)
+    questions, G = questions[: sizes.questions], sizes.num_generations
+    settings = RolloutSettings(max_searches=sizes.max_searches)
     policy, number = load_trainable(), len(questions) * G
     for self_answers in (False, True):
         played, asked = [], "with" if self_answers else "without"
@@ -267,10 +269,10 @@ def bench_step(sizes):
     """Where the time of train.py's default step goes, and what share of the machine's arithmetic the update reaches."""
     policy, (retriever, questions) = load_trainable(), world("train")
     questions, G = questions[: sizes.questions * 3 // 2], sizes.num_generations
-    all_seconds = []
+    settings, all_seconds = RolloutSettings(max_searches=sizes.max_searches), []
 
     def step():
-        trajectories, seconds, padding = grpo_step(policy, questions, retriever, RolloutSettings(sizes.max_searches), G)
+        trajectories, seconds, padding = grpo_step(policy, questions, retriever, settings, G)
         all_seconds.append(seconds)
         return trajectories, padding
 
@@ -340,7 +342,7 @@ def matmul_rate(size=1024):
 def bench_scaling(sizes):
     """How a step grows with the rollouts, the searches and the passages."""
     policy, (retriever, questions) = load_trainable(), world("train")
-    G, base = sizes.num_generations, RolloutSettings(sizes.max_searches)
+    G, base = sizes.num_generations, RolloutSettings(max_searches=sizes.max_searches)
     studies = {
         "rollouts": [(n, n // G, base) for n in sizes.scaling_rollouts],
         "searches at most": [(n, sizes.questions, replace(base, max_searches=n)) for n in sizes.scaling_searches],
