@@ -124,8 +124,8 @@ def test_separate_self_answers_see_the_same_trajectory(tiny, world, monkeypatch)
     retriever, questions = world
     prompts, build = {}, ro.separate_prompt  # prompts: the last one of each trajectory
 
-    def noting(tokenizer, trajectory):
-        prompts[id(trajectory)] = build(tokenizer, trajectory)
+    def noting(tokenizer, trajectory, *rest):
+        prompts[id(trajectory)] = build(tokenizer, trajectory, *rest)
         return prompts[id(trajectory)]
 
     monkeypatch.setattr(ro, "separate_prompt", noting)
