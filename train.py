@@ -753,10 +753,12 @@ def estimate_memory(config, settings, rollout_settings):
     recompute = settings.gradient_checkpointing
     sampled = settings.micro_batch_size * (rollout_settings.max_searches + 1) * rollout_settings.max_turn_tokens
     logits = min(sampled * config.vocab_size, LOGITS_AT_ONCE)  # a piece: logits, log_softmax and gradient in float32
+    observation = rows * rollout_settings.topk * rollout_settings.max_passage_chars // 4  # tokens forwarded at once
     return {
         "weights": quantised * (0.52 if settings.load_in_4bit else size) + others * size,
         "adapter, gradients, Adam": lora * 16,
         "rollout: cache": 2 * layers * kv_width * size * rows * context,
+        "rollout: a layer": size * max(2 * heads * head_dim * rows * context, 3 * mlp * observation),
         "update: activations": tokens * layers * (width * size if recompute else kept),
         "update: logits, or a layer": max(logits * (12 if size == 4 else 16),
                                           tokens * (2 * mlp * size + (kept if recompute else 0))),
