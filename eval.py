@@ -66,6 +66,7 @@ class EvalSettings:
     where: str | None = setting(None, "which of them, for example \"hops==2 and em==0\"")
     html: str | None = setting(None, "write tables, figures and --show trajectories (10) to this page")
     compare: list[str] | None = setting(None, "run folders to put side by side: a table, a figure of EM against SD")
+    reference: str | None = setting(None, "report of --force_depth for --compare to draw; none given: a run's own")
     curves: list[str] | None = setting(None, "run folders whose training curves to draw")
     ask: str | None = setting(None, "a question to answer before your eyes; without a text: wait for questions",
                               nargs="?", const="")
@@ -900,8 +901,10 @@ def look(args, config, settings):
 def compare(args):
     """`--compare`: the table, the figure, and the case study where it is asked for."""
     arms = load_arms(args.compare)
-    forced = next((r["forced"] for r in (read_json(Path(run) / "eval.json") for run in args.compare) if "forced" in r),
-                  None)
+    reports = [args.reference] if args.reference else [Path(run) / "eval.json" for run in args.compare]
+    forced = next((r["forced"] for r in map(read_json, reports) if "forced" in r), None)
+    if args.reference and not forced:
+        raise DataError(f"--reference {args.reference}: no report of --force_depth")
     rows = compare_rows(arms)
     print(as_text(rows))
     figure = args.figure or str(Path(args.compare[0]).parent / f"compare.{args.format}")

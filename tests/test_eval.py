@@ -399,6 +399,8 @@ def test_two_runs_on_the_same_questions(tmp_path, capsys):
     assert reader.text.count("Who (q0)?") == 4  # as heading and as first line, for each run
     evaluation.save_trajectories(tmp_path / "short" / evaluation.HELD_OUT, [])
     assert evaluation.main(["--compare", *runs, "--show", "1"]) == 2
+    assert evaluation.main(["--compare", *runs, "--reference", str(tmp_path / "short" / "eval.json")]) == 2
+    assert evaluation.main(["--compare", *runs, "--reference", str(tmp_path / "long" / "eval.json")]) == 0
 
 
 def test_questions_with_different_depths_come_first(tmp_path):
