@@ -291,7 +291,7 @@ def test_command_line_evaluates_a_run(tmp_path, capsys, monkeypatch):
         "eval_questions": str(tmp_path / "q.jsonl"), "eval_corpus": str(tmp_path / "c.jsonl")}))
     seen = {}
 
-    def load_policy(model, adapter=None):
+    def load_policy(model, adapter=None, in_4bit=False):
         seen.update(model=model, adapter=adapter)
         return None, None
 
@@ -326,7 +326,7 @@ def test_forced_depth_from_the_command_line(tmp_path, capsys, monkeypatch):
             done.append(trajectory(*turns, answer("Ada Lovelace" if force_depth >= need else "x"), q=q))
         return done
 
-    monkeypatch.setattr(rollout, "load_policy", lambda model, adapter=None: (None, None))
+    monkeypatch.setattr(rollout, "load_policy", lambda *_: (None, None))
     monkeypatch.setattr(rollout, "rollout", scripted)
     out = tmp_path / "out.json"
     assert evaluation.main(["--model", "data/tiny_model", "--questions", str(tmp_path / "q.jsonl"), "--corpus",
