@@ -646,10 +646,16 @@ def side_by_side(run_dirs, count, where=None):
         runs[folder.name] = {t.question["id"]: (t, score) for t, score in read_trajectories(folder / HELD_OUT)}
     first = choose(list(next(iter(runs.values())).values()), where)
     shared = [t.question["id"] for t, _ in first if all(t.question["id"] in by_id for by_id in runs.values())]
-    shared.sort(key=lambda name: len({by_id[name][0].search_depth for by_id in runs.values()}) == 1)
     if not shared:
         raise DataError(f"{', '.join(runs)}: no question in common")
-    return {run: [by_id[name] for name in shared[:count]] for run, by_id in runs.items()}
+    differ = [name for name in shared if len({by_id[name][0].search_depth for by_id in runs.values()}) > 1]
+    chosen = (spread(differ, count) + [name for name in shared if name not in differ])[:count]
+    return {run: [by_id[name] for name in chosen] for run, by_id in runs.items()}
+
+
+def spread(items, count):
+    """At most `count` of the items, from all over the list."""
+    return items[:: max(1, len(items) // count)][:count]
 
 
 RULE = "\n\n" + "-" * 60 + "\n\n"
@@ -890,7 +896,7 @@ def look(args, config, settings):
     if saved and Path(saved).name == SAMPLES:
         chosen = chosen[-count:]  # the end of training
     else:
-        chosen = chosen[:: max(1, len(chosen) // count)][:count]  # from all over the questions
+        chosen = spread(chosen, count)
     if args.show:
         print("\n" + RULE.join(render_trajectory(*pair) for pair in chosen))
     if args.html:
