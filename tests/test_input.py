@@ -298,7 +298,8 @@ def test_without_a_gold_answer_nothing_is_right(golds):
 
 @pytest.mark.parametrize("text", ["<information>" * 20_000, "<think>" * 20_000, "<" * 100_000, "<search>a" * 20_000,
                                   "<think></think>" * 10_000 + "<", "</information>" * 20_000, " " * 100_000 + "<",
-                                  "<information><answer>" * 10_000, "< search" + " " * 100_000])  # fmt: skip
+                                  "<information><answer>" * 10_000, "< search" + " " * 100_000,
+                                  "<" + " " * 30_000 + "x"])  # fmt: skip
 def test_no_long_text_takes_long(text):
     start = time.process_time()
     reward.score([text, text], "x", [text])
