@@ -960,6 +960,9 @@ def main(argv=None):
     except (DataError, SearchError, OSError) as error:
         print(f"eval.py: {error_line(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\neval.py: stopped", file=sys.stderr)
+        return 130
     return 0
 
 

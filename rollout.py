@@ -490,7 +490,12 @@ def sample(logits, temperature, generator):
     """Token ids (B,) drawn from logits (B, V); the most likely ones at temperature 0."""
     if temperature == 0:
         return logits.argmax(-1)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    try:
+        return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    except RuntimeError as error:
+        if "nan" not in str(error):
+            raise
+        raise DataError("nothing can be sampled: the model's logits are not finite") from None
 
 
 TURN_ENDS = re.compile("</(?:search|answer)>")

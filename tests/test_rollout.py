@@ -313,6 +313,12 @@ def test_a_template_that_is_missing_or_fails_is_one_line(bpe_tokenizer, monkeypa
         encode_prompt(bpe_tokenizer, "Who?", "S")
 
 
+def test_logits_that_are_not_finite_are_one_line(bpe_model, bpe_tokenizer, monkeypatch):
+    monkeypatch.setattr(bpe_model.lm_head, "forward", lambda states: states[..., :1].expand(-1, -1, 315) * float("nan"))
+    with pytest.raises(DataError, match="logits are not finite"):
+        play(bpe_model, bpe_tokenizer)
+
+
 def test_the_system_prompt_can_be_a_file(bpe_model, bpe_tokenizer, script, tmp_path):
     (tmp_path / "p.txt").write_text("Be brief.\n", encoding="utf-8")
     script(bpe_tokenizer, ["<think>b</think><answer>x</answer>"])
