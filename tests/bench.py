@@ -7,6 +7,8 @@
 Every number is the median of `--runs` runs after one that is not counted; what says "once" was run once. `ratio` is how
 many times longer a line takes than ours above it (`scaling`: than the first line of its kind). All sections use the
 shipped tiny model and world. The peers of `trl` and `bm25` are optional: pip install trl bm25s (tried: 1.16.0, 0.3.16).
+Threads: OMP_NUM_THREADS, else one a physical core. Beside other work set it to 1: threads that wait for each other on
+busy cores made the rollouts several times slower here.
 """
 
 import argparse
