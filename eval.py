@@ -344,6 +344,7 @@ def update_json(path, **entries):
 # Okabe and Ito's colours, told apart by colour-blind readers; dashes and markers say the same where it is printed grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
+FIGURES = (".png", ".svg")
 MARKERS = ("o", "s", "^", "D", "v", "P", "p")
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777",
          "axes.grid": True, "grid.color": "#e8e8e8", "axes.axisbelow": True, "axes.titlesize": 10, "savefig.dpi": 160,
@@ -365,8 +366,8 @@ def _figure(path, panels, columns, size, title, **shared):
     from matplotlib.figure import Figure
 
     temporary, ending = Path(f"{path}.tmp"), Path(path).suffix
-    if ending not in (".png", ".svg"):
-        raise DataError(f"{path}: the name of a figure ends in .png or .svg")
+    if ending not in FIGURES:
+        raise DataError(f"{path}: the name of a figure ends in {' or '.join(FIGURES)}")
     rows = -(-panels // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] * columns, size[1] * rows + 0.8), layout="constrained")
@@ -500,7 +501,7 @@ def plot_compare(arms, decoding, path, forced=None):
                     # None is hidden: later ones are smaller and on top, what was before training is a ring around them.
                     colour, marker = (COLOURS[(i - 1) % 7], MARKERS[(i - 1) % 7]) if i else ("#555555", "o")
                     ax.errorbar(x, y, dy, dx, color=colour, elinewidth=1, zorder=3)
-                    ax.plot(x, y, marker, color=colour, label=label, markersize=max(12 - 1.5 * i, 5) if i else 15,
+                    ax.plot(x, y, marker, color=colour, label=label, markersize=max(14 - 3 * i, 5) if i else 15,
                             fillstyle="full" if i else "none", markeredgecolor="white" if i else colour,
                             zorder=4 + i / 9, clip_on=False)
                     deepest = max(deepest, x)
@@ -621,13 +622,19 @@ def holds(condition, names):
         raise DataError(f"--where {condition!r}: not a comparison of {', '.join(sorted(names))}") from None
 
 
+def names_of(questions):
+    """What a `--where` may speak of, without values."""
+    own = ("hops", "hard", "id", "em", "f1", "t_c", "reward", "search_depth", "tokens", "stop", "verdict")
+    return dict.fromkeys({*own}.union(*(question["metadata"] for question in questions)))
+
+
 def choose(pairs, where=None):
     """The [(Trajectory, Score)] for which the condition `where` holds. Raises DataError if there is none."""
-    keys, chosen = {"hops", "hard"}.union(*(trajectory.question["metadata"] for trajectory, _ in pairs)), []
+    unknown, chosen = names_of([trajectory.question for trajectory, _ in pairs]), []
     for t, score in pairs:
-        names = {**dict.fromkeys(keys), **t.question["metadata"], "id": t.question["id"], "em": score.em,
-                 "f1": score.f1, "t_c": score.t_c, "reward": score.total, "search_depth": t.search_depth,
-                 "tokens": t.tokens, "stop": t.stop, "verdict": verdict(t, score)}
+        names = {**unknown, **t.question["metadata"], "id": t.question["id"], "em": score.em, "f1": score.f1,
+                 "t_c": score.t_c, "reward": score.total, "search_depth": t.search_depth, "tokens": t.tokens,
+                 "stop": t.stop, "verdict": verdict(t, score)}
         chosen += [(t, score)] if where is None or holds(where, names) else []
     if not chosen:
         raise DataError(f"no trajectory with {where}")
@@ -639,11 +646,12 @@ def side_by_side(run_dirs, count, where=None):
 
     Questions on which the runs made different numbers of searches come first. `where` speaks of the first run.
     """
-    runs = {}
+    runs, names = {}, [Path(folder).name for folder in run_dirs]
     for folder in map(Path, run_dirs):
         if not (folder / HELD_OUT).exists():
             raise DataError(f"{folder / HELD_OUT}: not there yet: python eval.py --run {folder} writes it")
-        runs[folder.name] = {t.question["id"]: (t, score) for t, score in read_trajectories(folder / HELD_OUT)}
+        label = folder.name if names.count(folder.name) == 1 else str(folder)
+        runs[label] = {t.question["id"]: (t, score) for t, score in read_trajectories(folder / HELD_OUT)}
     first = choose(list(next(iter(runs.values())).values()), where)
     shared = [t.question["id"] for t, _ in first if all(t.question["id"] in by_id for by_id in runs.values())]
     if not shared:
@@ -802,20 +810,60 @@ def provenance(model, adapter, files, rollout_settings, **more):
             "versions": {"python": sys.version.split()[0], **versions}}
 
 
+# What each way of looking understands besides its own option; without one of these, a policy is evaluated.
+ONLY_WITH = {
+    "compare": {"reference", "decoding", "figure", "format", "html", "show", "where"},
+    "curves": {"figure", "format"},
+    "ask": {"gold", "run", "model", "adapter", "corpus", "retriever_url", "temperature", "seed"},
+    "trajectories": {"run", "show", "where", "html", "by", "seed"},
+}
+
+
 def check(args):
-    """Refuse options that do not go together. Raises DataError."""
+    """Refuse options that cannot work or do not go together. Raises DataError."""
+    given = {field.name for field in fields(args) if getattr(args, field.name) != field.default}
+    mode = next((name for name in ONLY_WITH if name in given), None)
+    for name in sorted(given - {mode} - ONLY_WITH[mode] if mode else given & {"gold", "reference", "decoding"}):
+        raise DataError(f"--{name} has no meaning {f'with --{mode}' if mode else 'here: see --help'}")
+    if args.figure and not (mode or args.force_depth):
+        raise DataError("--figure is for --compare, --curves and --force_depth")
     if args.where and not (args.show or args.html):
         raise DataError("--where chooses what --show N or --html shows: give one of them too")
     if min(args.samples, args.batch_size, args.limit or 1) < 1 or (args.samples > 1 and args.temperature <= 0):
         raise DataError("--samples, --batch_size and --limit start at 1; several samples need a --temperature above 0")
-    if args.temperature < 0 or min(args.force_depth or [0]) < 0:
-        raise DataError("--temperature and --force_depth start at 0")
-    if args.gold and args.ask is None:
-        raise DataError("--gold is the right answer to a question given by --ask")
+    if min(args.show, args.seed, *(args.force_depth or [0])) < 0 or not 0 <= args.temperature < float("inf"):
+        raise DataError("--temperature, --seed, --show and --force_depth are numbers from 0 on")
+    if args.ask is not None and args.ask and not args.ask.strip():
+        raise DataError("--ask: the question is blank")
+    if args.figure and Path(args.figure).suffix not in FIGURES:
+        raise DataError(f"--figure {args.figure}: the name of a figure ends in {' or '.join(FIGURES)}")
     for name in ("out", "html", "figure"):
         path = getattr(args, name)
-        if path and not Path(path).parent.is_dir():
-            raise DataError(f"--{name} {path}: there is no folder {Path(path).parent}")
+        if path and not os.access(Path(path).parent, os.W_OK):
+            raise DataError(f"--{name} {path}: {Path(path).parent} is no folder that can be written to")
+        if path and Path(path).is_dir():
+            raise DataError(f"--{name} {path}: is a folder")
+
+
+def where_report_goes(args):
+    """(file, whether it is the run's own): a run's eval.json holds what was measured on its own held-out questions."""
+    changed = (args.model, args.adapter, args.questions, args.corpus, args.retriever_url, args.limit)
+    own = bool(args.run) and not args.out and not any(changed)
+    path = args.out or str(Path(args.run if own else ".") / "eval.json")
+    if Path(path).exists() and not isinstance(read_json(path), dict):
+        raise DataError(f"{path}: not a report, and not overwritten")
+    return path, own
+
+
+@contextmanager
+def damaged(*folders):
+    """Whatever goes wrong in files that hold something else than they should becomes one DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{', '.join(map(str, folders))}: a damaged file ({error_line(error)})") from None
 
 
 def load(args, config, settings):
@@ -843,9 +891,14 @@ def load(args, config, settings):
 
 def evaluate_and_save(args, config, settings):
     """The command line's evaluation: load, roll out, print, write. Returns the page's sections and the trajectories."""
+    out, own = where_report_goes(args)
     policy, questions, retriever, origin = load(args, config, settings)
+    if args.where:
+        holds(args.where, names_of(questions))
+    for key in args.by or []:
+        if not any(key in question["metadata"] for question in questions):
+            raise DataError(f"--by {key}: no question has it in its metadata")
     name = Path(args.run).name if args.run else origin["model"]
-    out = args.out or str(Path(args.run or ".") / "eval.json")
     how = "sampled" if args.temperature > 0 else "greedy"
 
     def roll_out(force_depth=None):
@@ -869,8 +922,12 @@ def evaluate_and_save(args, config, settings):
     trajectories, result = roll_out()
     pairs = [(t, score_trajectory(t)) for t in trajectories]
     print(report_table(result))
-    update_json(out, **({"eval": {how: result}} if args.run and not args.out else {how: result}))
-    if args.run and not args.out:
+    if own:
+        before = read_json(out).get("eval", {}) if Path(out).exists() else {}
+        update_json(out, eval=before | {how: result})
+    else:
+        update_json(out, **{how: result})
+    if own and how == "greedy":
         save_trajectories(Path(args.run) / HELD_OUT, pairs)
     print(f"report: {out}")
     return [html_report(result, f"{len(questions)} questions, {how}")], pairs
@@ -884,10 +941,13 @@ def look(args, config, settings):
         saved = next((path for path in (Path(args.run) / HELD_OUT, Path(args.run) / SAMPLES) if path.exists()), None)
     title = Path(args.run).name if args.run else args.trajectories or args.model or "evaluation"
     if saved:
-        pairs = read_trajectories(saved)
-        result = report([t for t, _ in pairs], [score for _, score in pairs], {"trajectories": str(saved)},
-                        args.by or ["hops"], args.seed)
-        sections = html_run(args.run) if args.run else [html_report(result, f"{result['n']} questions")]
+        with damaged(args.run or saved):
+            pairs = read_trajectories(saved)
+            result = report([t for t, _ in pairs], [score for _, score in pairs], {"trajectories": str(saved)},
+                            args.by or ["hops"], args.seed)
+            sections = [html_report(result, f"{result['n']} questions")]
+            if args.run:
+                sections = html_run(args.run) if args.html else []
         if not args.run:
             print(report_table(result))
     else:
@@ -932,11 +992,15 @@ def compare(args):
 def interactive(args, config, settings):
     """`--ask`: one question, or as many as are typed until an empty line."""
     policy, _, retriever, _ = load(args, config, settings)
+    how = args.gold, args.temperature, args.seed
     if args.ask:
-        return ask(policy, retriever, settings, args.ask, args.gold, args.temperature, args.seed)
+        return ask(policy, retriever, settings, args.ask, *how)
     with suppress(EOFError, KeyboardInterrupt):
         while question := input("question (empty: stop)> ").strip():
-            ask(policy, retriever, settings, question, args.gold, args.temperature, args.seed)
+            try:
+                ask(policy, retriever, settings, question.encode("utf-8", "replace").decode(), *how)
+            except (DataError, SearchError) as error:
+                print(error_line(error))
 
 
 def main(argv=None):
@@ -947,15 +1011,21 @@ def main(argv=None):
         args, settings = rollout.parse_options(parser, argv)
         check(args)
         if args.compare:
-            compare(args)
+            with damaged(*args.compare):
+                compare(args)
         elif args.curves:
             figure = args.figure or str(Path(args.curves[0]).parent / f"curves.{args.format}")
-            plot_curves(args.curves, figure)
+            with damaged(*args.curves):
+                plot_curves(args.curves, figure)
             print(figure)
         else:
             config = read_json(Path(args.run) / "config.json") if args.run else {}
-            parser.set_defaults(**{f.name: config[f.name] for f in fields(settings) if f.name in config})
+            with damaged(args.run):
+                own = rollout.RolloutSettings(**{f.name: config[f.name] for f in fields(settings) if f.name in config})
+                rollout.check_limits(own)
+            parser.set_defaults(**asdict(own))
             args, settings = rollout.parse_options(parser, argv)
+            rollout.check_limits(settings)
             (look if args.ask is None else interactive)(args, config, settings)
     except (DataError, SearchError, OSError) as error:
         print(f"eval.py: {error_line(error)}", file=sys.stderr)

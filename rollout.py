@@ -94,6 +94,14 @@ class RolloutSettings:
         "branch of the cached trajectory, or in a prompt of its own as in the released code (slower)")  # fmt: skip
 
 
+def check_limits(settings):
+    """Raises DataError for a RolloutSettings that cannot work."""
+    for name, value in asdict(settings).items():
+        kind = type(getattr(RolloutSettings, name))
+        if kind is int and (type(value) is not int or value < 1):
+            raise DataError(f"--{name} {value}: must be a whole number from 1 on")
+
+
 @dataclass
 class Turn:
     """One turn: what the policy wrote and what the environment did with it."""

@@ -64,6 +64,7 @@ from rollout import (
     RolloutSettings,
     Trajectory,
     check_4bit,
+    check_limits,
     check_model,
     encode,
     encode_prompt,
@@ -608,8 +609,9 @@ def check_settings(settings, rollout_settings):
         raise DataError(f"--reward {settings.reward}: choose one of {', '.join(reward.REWARDS)}")
     counts = {name: getattr(settings, name) for name in ("steps", "num_questions", "num_iterations", "lora_r",
                                                          "micro_batch_size", "save_every", "eval_batch_size")}
-    for name, value in (counts | asdict(rollout_settings) | {"eval_limit": settings.eval_limit or 1}).items():
-        if isinstance(value, int) and value < 1:
+    check_limits(rollout_settings)
+    for name, value in (counts | {"lora_alpha": settings.lora_alpha, "eval_limit": settings.eval_limit or 1}).items():
+        if value < 1:
             raise DataError(f"--{name} {value}: must be 1 or more")
     for name in ("learning_rate", "temperature", "epsilon", "beta", "max_grad_norm", "eval_sample", "sample_every"):
         if not 0 <= getattr(settings, name) < math.inf:
