@@ -436,7 +436,57 @@ def test_ask_prints_what_happens_and_the_scores(tiny, world, capsys):
     assert "self-answer" not in capsys.readouterr().out
 
 
+def test_a_run_keeps_what_was_measured_on_its_own_questions(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    finished_run(run, 1, eval_questions="q.jsonl", eval_corpus="c.jsonl")
+    (run / "adapter").mkdir()
+    rows = [question(f"q{i}", hops=i % 2) for i in range(4)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "c.jsonl").write_text('{"id": "1", "title": "Ada", "text": "A mathematician."}', encoding="utf-8")
+    monkeypatch.setattr(rollout, "check_model", lambda *args: None)
+    monkeypatch.setattr(rollout, "load_policy", lambda *args: (None, None))
+    played = []
+    monkeypatch.setattr(rollout, "rollout", lambda model, tokenizer, questions, *args, num_generations, **more: (
+        played.append(1) or [searching(1, q) for q in questions for _ in range(num_generations)]))
+    saved = (run / evaluation.HELD_OUT).read_bytes()
+    assert evaluation.main(["--run", str(run), "--temperature", "1", "--samples", "2"]) == 0
+    assert evaluation.main(["--run", str(run), "--limit", "2"]) == 0
+    assert (run / evaluation.HELD_OUT).read_bytes() == saved, "neither was greedy on all questions"
+    assert json.loads((tmp_path / "eval.json").read_text())["greedy"]["n"] == 2
+    assert evaluation.main(["--run", str(run)]) == 0
+    kept = json.loads((run / "eval.json").read_text())
+    assert {how: r["n"] for how, r in kept["eval"].items()} == {"sampled": 4, "greedy": 4} and "before" in kept
+    assert (run / evaluation.HELD_OUT).read_bytes() != saved
+    played.clear()
+    (tmp_path / "broken.json").write_text("[1]")
+    for late in (["--out", "broken.json"], ["--out", "."], ["--force_depth", "1", "--figure", "x.jpg"],
+                 ["--show", "1", "--where", "depht == 1"], ["--by", "nonsense"], ["--topk", "0"]):
+        assert evaluation.main(["--run", str(run), *late]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and error.startswith("eval.py: ")
+    assert not played, "refused before the rollouts"
+
+
+@pytest.mark.parametrize("name, text", [
+    ("eval.json", '{"before": 3, "after": 4}'), ("eval.json", '{"before": {"greedy": {"em": 1}}, "after": {}}'),
+    ("config.json", '{"seed": [1]}'), ("metrics.jsonl", "[1, 2]"), ("metrics.jsonl", '{"reward": 1}'),
+    ("eval_trajectories.jsonl", '{"id": "q", "score": {"parts": [], "t_c": "x", "em": 0, "f1": 0}}'),
+])
+def test_a_damaged_run_is_one_line(tmp_path, capsys, name, text):
+    run = finished_run(tmp_path / "run", 1)
+    (tmp_path / "run" / name).write_text(text)
+    codes = [evaluation.main(arguments) for arguments in (
+        ["--compare", run, "--show", "1"], ["--curves", run],
+        ["--run", run, "--show", "1", "--html", str(tmp_path / "p.html")])]
+    assert 2 in codes and set(codes) <= {0, 2}
+    assert capsys.readouterr().err.count("\n") == codes.count(2)
+
+
 @pytest.mark.parametrize("args", [
+    ["--compare", "a", "--run", "b"], ["--curves", "a", "--html", "p.html"], ["--trajectories", "t", "--out", "x.json"],
+    ["--ask", "Who?", "--show", "1"], ["--ask", "  "], ["--run", "r", "--figure", "x.png"], ["--reference", "x"],
+    ["--run", "r", "--show", "-1"], ["--run", "r", "--seed", "-1"], ["--run", "r", "--temperature", "inf"],
     ["--where", "em == 1"], ["--gold", "x"], ["--force_depth", "-1"], ["--html", "no/such/folder/p.html"],
     ["--trajectories", "no.jsonl"], ["--ask", "Who?"],
     [], ["--run", "no/such/run"], ["--compare", "no/such/run"], ["--curves", "no/such/run"], ["--model", "m"],
