@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rollout as ro
 import train as tr
-from retriever import DataError
+from retriever import BM25, DataError
 from rollout import RolloutSettings, Trajectory, rollout
 from train import TrainSettings, group_advantages, grpo_loss, load_model, make_micro_batches, per_token_logps, update
 
@@ -515,6 +515,29 @@ def test_the_memory_estimate_is_near_the_measured_peak(bpe_tokenizer, tmp_path, 
     assert measured == pytest.approx(expected, rel=0.3)
     weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "lora" not in name)
     assert parts["weights"] == weights
+
+
+def test_the_memory_estimate_of_rollouts_is_near_the_measured_peak(bpe_tokenizer, tmp_path, monkeypatch):
+    config = Qwen2Config(vocab_size=5000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
+                         num_attention_heads=8, num_key_value_heads=2)  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    bpe_tokenizer.save_pretrained(tmp_path)
+    settings = TrainSettings(model=str(tmp_path), num_questions=2, num_generations=8)
+    passages = [{"id": str(i), "title": f"City {i}", "text": "The city lies on a river. " * 20} for i in range(3)]
+    questions = [{"id": "0", "question": "Which city?", "golden_answers": ["x"], "metadata": {}}]
+    limits = RolloutSettings(max_context=1150, max_turn_tokens=8, max_searches=1, max_self_answer_tokens=8,
+                             max_passage_chars=100, topk=3)  # fmt: skip
+    model, tokenizer = load_model(settings)
+    monkeypatch.setattr(tr, "update", lambda *arguments: lengths.append(tr.length_of(arguments[2][0])))
+    lengths = []
+    measured = allocated_peak(lambda: tr.dry_run(model, tokenizer, None, questions, BM25(passages), settings, limits),
+                              tmp_path)  # fmt: skip
+    limits.max_context = lengths[0]
+    observation = lengths[0] - len(ro.encode_prompt(tokenizer, "Which city?")) - 2 * limits.max_turn_tokens
+    limits.max_passage_chars = 4 * observation // limits.topk  # this tokenizer's tokens are letters, not words
+    parts = tr.estimate_memory(config, settings, limits)
+    expected = sum(value for name, value in parts.items() if name.startswith("rollout"))
+    assert measured == pytest.approx(expected, rel=0.3)
 
 
 def test_a_dry_run_makes_one_step_at_its_largest_and_writes_nothing(tmp_path, monkeypatch, capsys):
