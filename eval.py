@@ -914,9 +914,9 @@ def evaluate_and_save(args, config, settings):
             trajectories, forced[str(depth)] = roll_out(depth)
             pairs += [(t, score_trajectory(t)) for t in trajectories]
         print(as_text(forced_rows(forced)))
+        update_json(out, forced=forced)
         figure = args.figure or str(Path(out).with_name(f"forced_depth.{args.format}"))
         plot_forced(forced, figure, name)
-        update_json(out, forced=forced)
         print(f"report: {out}   figure: {figure}")
         return html_forced(forced, name), pairs
     trajectories, result = roll_out()

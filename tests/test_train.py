@@ -453,9 +453,9 @@ def test_presets_are_complete_and_can_be_changed(name):
     tr.check_settings(settings, rollout_settings)
     assert (settings.model, settings.micro_batch_size, rollout_settings.topk) == (preset["model"], 1, 2)
     assert rollout_settings.max_turn_tokens == preset["max_turn_tokens"]
-    limits = rollout_settings  # a whole trajectory fits, with passages of four characters a token and the prompt
-    assert (limits.max_searches + 1) * limits.max_turn_tokens + limits.max_searches * limits.topk * (
-        limits.max_passage_chars // 4) + 350 <= limits.max_context * 1.5
+    passages = preset["max_searches"] * preset["topk"] * preset["max_passage_chars"] // 4  # four characters a token
+    turns = (preset["max_searches"] + 1) * preset["max_turn_tokens"]
+    assert 350 + turns + passages <= preset["max_context"], "a whole trajectory fits behind a prompt of 350 tokens"
 
 
 def test_an_unknown_preset_names_the_known_ones():
