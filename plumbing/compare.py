@@ -1,0 +1,109 @@
+"""Runs side by side: their reports over seeds, and their trajectories on the same questions."""
+
+from pathlib import Path
+
+import numpy as np
+
+from plumbing import show
+from plumbing.files import check, read_json
+from plumbing.runs import HELD_OUT
+from plumbing.tables import METRICS, groups_of, label, number
+
+# Entries of config.json that do not make another setting.
+NO_SETTING = {"seed", "name", "resume", "commit", "versions", "eval_sample", "eval_batch_size"}
+NO_SETTING |= {"sample_every", "save_every"}
+
+
+def load_arms(run_dirs):
+    """Runs from their eval.json and config.json: {setting: [{"sampled": R, "greedy": R} a seed]}.
+
+    Runs that differ in the seed alone are one setting; what was measured before training comes
+    first. Raises DataError or OSError where a file is missing or broken.
+    """
+    before, after, configs = {}, {}, {}
+    for folder in dict.fromkeys(map(Path, run_dirs)):
+        configs[folder] = {"reward": folder.name} | read_json(folder / "config.json")
+    for folder, config in configs.items():
+        result, path = read_json(folder / "eval.json"), folder / "eval.json"
+        is_done = "before" in result and "after" in result
+        check(is_done, path, 'no "before" and "after" in it: has this run ended?')
+        after.setdefault(setting_of(config, configs.values()), []).append(result["after"])
+        before.setdefault(config.get("model"), {})[config.get("seed")] = result["before"]
+    arms = {}
+    for model, seeds in before.items():
+        name = "before training" if len(before) == 1 else f"before training {model}"
+        arms[name] = list(seeds.values())
+    return arms | after
+
+
+def setting_of(config, configs):
+    """The name of a run's setting: its reward, and what tells it from others with that reward."""
+    rivals = [other for other in configs if other["reward"] == config["reward"]]
+    words = [config["reward"]]
+    for key in sorted(config.keys() - NO_SETTING):
+        differs = any(rival.get(key) != config[key] for rival in rivals)
+        if differs and config[key] is not None:
+            words.append(f"{key}={config[key]}")
+    return " ".join(words)
+
+
+def over_seeds(results, decoding, group, metric):
+    """(mean, standard deviation or None) over seeds; the group "average" is the mean over groups."""
+    key, name = group
+    values = []
+    for result in results:
+        reports = [groups_of(result[decoding]).get(group, {})] if decoding in result else []
+        if reports and name == "average":
+            reports = result[decoding]["by"].get(key, {}).values()
+        known = [report[metric] for report in reports if report.get(metric) is not None]
+        if known:
+            values.append(float(np.mean(known)))
+    mean = float(np.mean(values)) if values else None
+    return mean, float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def groups_of_arms(arms):
+    """The groups of the first report: [("", "all"), (key, group), ...]."""
+    first = next(iter(arms.values()))[0]
+    return list(groups_of(next(iter(first.values()))))
+
+
+def compare_rows(arms):
+    """`load_arms` as rows, laid out as the paper's Table 1: mean and deviation over seeds."""
+    rows = [["", *(title for title, _ in METRICS.values()), "runs"]]
+    groups = groups_of_arms(arms)
+    groups += [(groups[1][0], "average")] if len(groups) > 1 else []
+    for decoding in ("sampled", "greedy"):
+        for group in groups:
+            rows.append(f"{decoding}: {label(*group)}")
+            for name, results in arms.items():
+                row = ["  " + name]
+                for metric, (_, digits) in METRICS.items():
+                    mean, deviation = over_seeds(results, decoding, group, metric)
+                    spread = "" if deviation is None else f" ±{deviation:.{digits}f}"
+                    row.append(number(mean, digits) + spread)
+                rows.append([*row, str(len(results))])
+    return rows
+
+
+def side_by_side(run_dirs, read_trajectories, count, where=None):
+    """The paper's case study: {run: [(Trajectory, Score)]} of questions that all runs answered.
+
+    Questions on which the runs made different numbers of searches come first. `where` speaks of the
+    first run. Raises DataError.
+    """
+    runs, names = {}, [Path(folder).name for folder in run_dirs]
+    for folder in map(Path, run_dirs):
+        path = folder / HELD_OUT
+        check(path.exists(), path, f"not there yet: python eval.py --run {folder} writes it")
+        name = folder.name if names.count(folder.name) == 1 else str(folder)
+        runs[name] = {pair[0].question["id"]: pair for pair in read_trajectories(path)}
+    same, different = [], []
+    for trajectory, _ in show.choose(list(next(iter(runs.values())).values()), where):
+        question = trajectory.question["id"]
+        if all(question in pairs for pairs in runs.values()):
+            depths = {pairs[question][0].search_depth for pairs in runs.values()}
+            (different if len(depths) > 1 else same).append(question)
+    check(same or different, ", ".join(runs), "no question in common")
+    chosen = (show.spread(different, count) + same)[:count]
+    return {name: [pairs[question] for question in chosen] for name, pairs in runs.items()}

@@ -1,0 +1,148 @@
+"""Corpora and questions: reading them from JSONL, drawing a step's questions, grouping them."""
+
+import functools
+import json
+import random
+import string
+import unicodedata
+from typing import NamedTuple
+
+from plumbing.files import check, locate, read_jsonl
+
+
+class Task(NamedTuple):
+    """Questions and where to search for their answers: to train on, or held out."""
+
+    questions: list  # of {"id", "question", "golden_answers", "metadata"}
+    retriever: object  # anything with `search(queries, k)`
+
+
+def text_of(record, key, where, may_be_blank=False):
+    """The string under `key`; an error where it is missing, no string, or blank."""
+    check(key in record, where, f'"{key}" is missing')
+    value = record[key]
+    check(isinstance(value, str), where, f'"{key}" must be a string, not {type(value).__name__}')
+    check(may_be_blank or value.strip(), where, f'"{key}" is empty')
+    return value
+
+
+def new_id(record, where, seen):
+    """The id as a string (a whole number will do), noted in `seen`; an error if it is there."""
+    number = record.get("id")
+    name = str(number) if type(number) is int else text_of(record, "id", where)
+    check(name not in seen, where, f"id {name[:60]!r} was used before ({seen.get(name)})")
+    seen[name] = where
+    return name
+
+
+def split_contents(contents):
+    r"""Title and text of `contents`: the first line is the title; a single line is all text.
+
+    >>> split_contents('"Paris"\nParis is in France.')
+    ('Paris', 'Paris is in France.')
+    """
+    title, newline, text = contents.partition("\n")
+    if not newline:
+        return "", contents
+    title = title.strip()
+    quoted = len(title) > 1 and title[0] == title[-1] == '"'
+    return title[1:-1] if quoted else title, text
+
+
+def load_corpus(path):
+    r"""Passages of a JSONL corpus in file order: list of {"id", "title", "text"}, as they stand.
+
+    A line is {"id", "contents": "\"Title\"\ntext"} (Search-R1, FlashRAG) or {"id", "title", "text"}.
+    Raises DataError (file and line) for what is malformed, missing, blank or double.
+    """
+    passages, seen = [], {}
+    for where, record in read_jsonl(path):
+        is_corpus = "text" in record or "contents" in record
+        is_other = "question" in record and not is_corpus
+        check(not is_other, where, "this is a questions file, not a corpus")
+        check(is_corpus, where, 'neither "contents" nor "title" and "text"')
+        name = new_id(record, where, seen)
+        if "text" in record:
+            title = text_of(record, "title", where, may_be_blank=True)
+            text = text_of(record, "text", where)
+        else:
+            title, text = split_contents(text_of(record, "contents", where))
+            check(text.strip(), where, '"contents" has a title but no text')
+        passages.append({"id": name, "title": title, "text": text})
+    check(passages, path, "the corpus is empty")
+    return passages
+
+
+def is_blank(answer):
+    """True where scoring would find nothing: only punctuation, spaces, invisible characters."""
+    return all(c in string.punctuation or unicodedata.category(c)[0] in "CZP" for c in answer)
+
+
+def are_strings(value):
+    """True for a list of nothing but strings."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def load_questions(path, limit=None):
+    """The first `limit` of the questions of a JSONL file, as they stand in `Task`.
+
+    `golden_answers` (in the file one string will do) needs one that is not blank; `metadata` is {}
+    where absent. Raises DataError as `load_corpus`.
+    """
+    questions, seen = [], {}
+    for where, record in read_jsonl(locate(path)):
+        is_corpus = "question" not in record and ("contents" in record or "text" in record)
+        check(not is_corpus, where, "this is a corpus, not a questions file")
+        name, question = new_id(record, where, seen), text_of(record, "question", where)
+        check("golden_answers" in record, where, '"golden_answers" is missing')
+        golds = record["golden_answers"]
+        golds = [golds] if isinstance(golds, str) else golds
+        check(are_strings(golds), where, '"golden_answers" must be a string or a list of strings')
+        blank = all(map(is_blank, golds))
+        check(not blank, where, '"golden_answers" holds no answer, or only blank ones')
+        metadata = {} if record.get("metadata") is None else record["metadata"]
+        check(isinstance(metadata, dict), where, '"metadata" must be an object')
+        titles = metadata.get("supporting_titles", [])
+        check(are_strings(titles), where, '"supporting_titles" must be a list of strings')
+        row = {"id": name, "question": question, "golden_answers": golds, "metadata": metadata}
+        questions.append(row)
+    check(questions, path, "there are no questions in it")
+    return questions[:limit]
+
+
+def check_queries(queries, k):
+    """Raise TypeError where `queries` is no list of strings (one would be searched by letters)."""
+    if not isinstance(queries, (list, tuple)) or not are_strings(list(queries)):
+        raise TypeError(f"queries must be a list of strings, got {type(queries).__name__}")
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+
+
+def draw_questions(questions, number, step, seed):
+    """A step's questions: a slice of the epoch's shuffled order, so none repeats within an epoch."""
+    drawn = []
+    for position in range(step * number, (step + 1) * number):
+        epoch, index = divmod(position, len(questions))
+        drawn.append(questions[epoch_order(seed, epoch, len(questions))[index]])
+    return drawn
+
+
+@functools.cache
+def epoch_order(seed, epoch, size):
+    """The shuffled order of an epoch: list of indices."""
+    order = list(range(size))
+    random.Random(f"{seed} {epoch}").shuffle(order)
+    return order
+
+
+def group_of(question, key):
+    """A question's group under a metadata key, as text; under "hops", hard ones stand apart."""
+    if key == "hops" and question["metadata"].get("hard"):
+        return "hard"
+    value = question["metadata"].get(key, "unknown")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def sorted_groups(names):
+    """Different group names in order: 2 before 10, "hard" and "unknown" last."""
+    return sorted(set(names), key=lambda name: (name in ("hard", "unknown"), name.rjust(20)))

@@ -1,0 +1,173 @@
+"""Files and errors: what cannot be used is one line; what is written is whole or not there."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # the project's folder
+
+
+class DataError(ValueError):
+    """Input cannot be used: one line that names the file, the line or the option."""
+
+
+class SearchError(RuntimeError):
+    """A search server gave no usable answer: one line with URL, status, start of the body."""
+
+
+UNUSABLE = (DataError, SearchError, OSError, OverflowError)  # OverflowError: a port that is none
+
+
+def run_script(name, main):
+    """Run a command line; what cannot be used is one line, with exit code 2."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter is no reason to stop
+    try:
+        main()
+    except UNUSABLE as error:
+        print(f"{name}: {error_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"\n{name}: stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+def error_line(error):
+    """The first line of an error's message; what a terminal might obey (escapes, marks) goes.
+
+    >>> error_line(DataError("a\\x1b[2Jb\\u202e: damaged\\nmore"))
+    'a?[2Jb?: damaged'
+    """
+    first = str(error).partition("\n")[0] or type(error).__name__
+    return "".join(char if char.isprintable() else "?" for char in first)
+
+
+def check(ok, where, problem):
+    """Raise DataError unless `ok`."""
+    if not ok:
+        raise DataError(f"{where}: {problem}")
+
+
+@contextmanager
+def on_failure(problem):
+    """Whatever a library raises over a file becomes one DataError that begins with `problem`."""
+    try:
+        yield
+    except (DataError, SearchError):
+        raise
+    except Exception as error:
+        raise DataError(f"{problem}: {error_line(error)}") from None
+
+
+def locate(path):
+    """A path as given or, where nothing is there, of a file that ships with the project."""
+    shipped = ROOT / path
+    return str(shipped) if not os.path.exists(path) and shipped.exists() else str(path)
+
+
+def read_jsonl(path):
+    """Yield ("file, line n", object) of a UTF-8 JSONL file, less BOM and blank lines (or DataError)."""
+    where = path
+    try:
+        with open(path, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                where = f"{path}, line {number}"
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if line:
+                    record = json.loads(line)
+                    kind = type(record).__name__
+                    check(kind == "dict", where, f"expected one JSON object a line, got {kind}")
+                    if re.search(r"\\u[dD][89a-fA-F]", line):  # half a surrogate pair is no text
+                        json.dumps(record, ensure_ascii=False).encode("utf-8")
+                    yield where, record
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        text = f"{where}: not valid JSON: {error.msg} (column {error.colno})"
+        raise DataError(text) from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, surrogates, thousands of digits
+        raise DataError(f"{where}: {error}") from None
+
+
+def read_json(path):
+    """The object in a JSON file. Raises DataError, OSError."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from None
+    check(isinstance(record, dict), path, f"expected a JSON object, got {type(record).__name__}")
+    return record
+
+
+def read_log(path):
+    """The records of a run's JSONL file, less lines that a kill cut short. Raises OSError."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+@contextmanager
+def replacing(path):
+    """A temporary name to write to; it becomes `path`, or goes where writing fails."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # half a file must not go on filling a full disk
+
+
+def write_text(path, text):
+    """Write a whole file, so that no reader ever sees half of it. Raises OSError."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path, record):
+    """Write a whole JSON file. Raises OSError."""
+    write_text(path, json.dumps(record, indent=1))
+
+
+def json_line(record):
+    """A record as a line of a JSONL file."""
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def append_line(path, record):
+    """Add a record to a JSONL file. Raises OSError."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json_line(record))
+
+
+@contextmanager
+def new_folder(place):
+    """A folder to write into that becomes `place` when it is complete, or goes if it cannot be.
+
+    What `place` held is kept as `place`.old. A kill at any moment leaves one of the two, complete.
+    """
+    place, beside, old = Path(place), Path(f"{place}.tmp"), Path(f"{place}.old")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        if place.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(place, old)
+        os.rename(beside, place)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def check_writable(option, path):
+    """Raise DataError where the file of an option, if it is given, could not be written."""
+    if path:
+        folder = Path(path).parent
+        check(os.access(folder, os.W_OK), f"{option} {path}", f"{folder} is no writable folder")
+        check(not Path(path).is_dir(), f"{option} {path}", "is a folder")

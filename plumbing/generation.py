@@ -1,0 +1,208 @@
+"""Sampling on one key-value cache that lives across the turns of a batch of trajectories."""
+
+import re
+from typing import NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from plumbing.files import DataError
+from plumbing.models import encode
+
+
+class Written(NamedTuple):
+    """What a row wrote in a turn."""
+
+    text: str
+    pieces: list  # of (ids, whether the policy sampled them), in order
+
+
+class Sampler:
+    """Draws token ids at a temperature, from a random stream of its own."""
+
+    def __init__(self, temperature, seed, device):
+        self.temperature = temperature
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, logits):
+        """Token ids (B,) drawn from logits (B, V); the most likely ones at temperature 0."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        try:
+            probabilities = (logits / self.temperature).softmax(-1)
+            return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
+        except RuntimeError as error:
+            if "nan" not in str(error):
+                raise
+        raise DataError("nothing can be sampled: the model's logits are not finite")
+
+
+class CachedBatch:
+    """Rows of token ids that grow together in one key-value cache.
+
+    Rows differ in length: new ids are padded on the left, the padding is masked, and positions
+    count real tokens only. The last token that a row sampled has not yet gone through the model; it
+    waits in `pending` for what follows it.
+    """
+
+    def __init__(self, policy, num_rows):
+        self.policy, self.device = policy, policy.model.device
+        ends = getattr(policy.model.generation_config, "eos_token_id", None)  # one, several, none
+        self.eos_ids = {policy.tokenizer.eos_token_id, *(ends if type(ends) is list else [ends])}
+        self.may_end = {}  # token id -> does its text hold `<` or `>`, without which no turn ends?
+        self.cache = DynamicCache(config=policy.model.config)
+        if any(type(layer) is not DynamicLayer for layer in self.cache.layers):
+            kind = policy.model.config.model_type
+            raise DataError(f"{kind}: only models with full attention in every layer are supported")
+        self.cache.layers = [GrowingLayer() for _ in self.cache.layers]
+        self.mask = torch.zeros(num_rows, 0, dtype=torch.long, device=self.device)  # (B, columns)
+        self.lengths = torch.zeros(num_rows, dtype=torch.long, device=self.device)  # (B,)
+        self.pending = [[] for _ in range(num_rows)]
+
+    @classmethod
+    def start(cls, policy, prompts, repeats):
+        """Forward each prompt once, then repeat it: the batch, and logits (B * repeats, V)."""
+        batch = cls(policy, len(prompts))
+        logits = batch.append(prompts).repeat_interleave(repeats, 0)
+        batch.cache.batch_repeat_interleave(repeats)
+        batch.mask = batch.mask.repeat_interleave(repeats, 0)
+        batch.lengths = batch.lengths.repeat_interleave(repeats, 0)
+        batch.pending = [[] for _ in logits]
+        return batch, logits
+
+    def append(self, rows):
+        """Forward each row's pending and new ids: the logits (B, V) after each row's last one."""
+        rows = [waiting + new for waiting, new in zip(self.pending, rows)]
+        self.pending = [[] for _ in rows]
+        width = max(map(len, rows))
+        ids = [[0] * (width - len(row)) + row for row in rows]
+        is_real = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        new = torch.tensor(is_real, device=self.device)  # (B, width)
+        positions = (self.lengths[:, None] + new.cumsum(1) - 1).clamp(min=0)
+        self.mask = torch.cat([self.mask, new], 1)
+        self.lengths = self.lengths + new.sum(1)
+        output = self.policy.model(
+            input_ids=torch.tensor(ids, device=self.device),
+            attention_mask=self.mask,
+            position_ids=positions,
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+    def write(self, logits, limit, stops, sampler, on_text=None):
+        """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit.
+
+        stops: a compiled pattern, looked for in the decoded text. on_text: called after every token
+        with the first row's text so far. Returns lists of ids.
+        """
+        written = [[] for _ in logits]
+        is_open = [True] * len(written)
+        for position in range(limit):
+            sampled = sampler(logits).tolist()
+            for row, ids in enumerate(written):
+                if is_open[row]:
+                    ids.append(sampled[row])
+                    is_open[row] = not self.is_over(ids, stops)
+            if on_text:
+                on_text(self.decode(written[0]))
+            if position == limit - 1 or not any(is_open):
+                break
+            new = [[token] if is_open[row] else [] for row, token in enumerate(sampled)]
+            logits = self.append(new)
+        self.pending = [ids[-1:] for ids in written]
+        return written
+
+    def is_over(self, ids, stops):
+        """True if the last id is an EOS or has closed a tag of `stops`, alone or fused."""
+        last = ids[-1]
+        if last not in self.may_end:
+            self.may_end[last] = re.search("[<>]", self.policy.tokenizer.decode([last])) is not None
+        if last in self.eos_ids:
+            return True
+        return self.may_end[last] and stops.search(self.decode(ids)) is not None
+
+    def decode(self, ids):
+        """Text of sampled ids, an EOS at the end left out."""
+        return self.policy.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_ids else ids)
+
+    def branch(self, rows, *how):
+        """Append ids, write, and forget both: what self-answers need. Returns lists of ids."""
+        mask, lengths = self.mask, self.lengths
+        written = self.write(self.append(rows), *how)
+        self.cache.crop(mask.shape[1] - self.mask.shape[1])
+        self.mask, self.lengths = mask, lengths
+        self.pending = [[] for _ in rows]
+        return written
+
+    def keep(self, rows):
+        """Drop all rows but these (indices), and squeeze out padding between a row's tokens."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self.cache.batch_select_indices(index)
+        self.mask, self.lengths = self.mask[index], self.lengths[index]
+        self.pending = [self.pending[row] for row in rows]
+        longest = int(self.mask.sum(1).max())
+        columns = self.mask.argsort(dim=1, stable=True)[:, -longest:]  # padding first, then tokens
+        self.mask = self.mask.gather(1, columns)
+        for layer in self.cache.layers:
+            _, heads, _, head_dim = layer.keys.shape
+            at = columns[:, None, :, None].expand(-1, heads, -1, head_dim)
+            layer.keys, layer.values = layer.keys.gather(2, at), layer.values.gather(2, at)
+
+
+def force_search(batch, logits, limit, sampler):
+    """A turn of `limit` tokens that must search (the paper's Figure 2): a list of Written.
+
+    The policy thinks and fills in the query, the environment opens and closes the tag.
+    """
+    decode, opening, closing = batch.policy.tokenizer.decode, "</think> <search>", "</search>"
+    room = limit - len(encode(batch.policy.tokenizer, opening + closing))
+    thoughts = write_until(batch, logits, room - limit // 4, "</think>", opening, sampler)
+    logits = batch.append([[] for _ in thoughts])
+    queries = write_until(batch, logits, limit // 4, "<", closing, sampler)
+    pieces = [thought + query for thought, query in zip(thoughts, queries)]
+    return [Written(decode(sum((ids for ids, _ in row), [])), row) for row in pieces]
+
+
+def write_until(batch, logits, limit, end, addition, sampler):
+    """Sample up to the text `end` and put `addition` in its place: pieces of rows, as in Written.
+
+    The last token is not in the cache yet and may hold more than the end: it is written anew.
+    """
+    rows, tokenizer = [], batch.policy.tokenizer
+    for ids in batch.write(logits, limit, re.compile(end), sampler):
+        text = batch.decode(ids).split(end)[0] + addition
+        new = encode(tokenizer, text[len(tokenizer.decode(ids[:-1])) :])
+        rows.append([(ids[:-1], True), (new, False)])
+    batch.pending = [row[1][0] for row in rows]
+    return rows
+
+
+class GrowingLayer(DynamicLayer):
+    """A cache layer with room to grow: the library's own copies the cache for each new token."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.keys = extended(self.keys, key_states)
+        self.values = extended(self.values, value_states)
+        return self.keys, self.values
+
+
+def extended(cached, new, room=128):
+    """`cached` (B, H, L, D) and `new` (B, H, n, D) behind it, in place where there is room.
+
+    `cached` is always the beginning of a larger buffer; freed columns are simply written over.
+    """
+    length, total = cached.shape[2], cached.shape[2] + new.shape[2]
+    capacity = cached.stride(1) // cached.stride(2)  # columns of that buffer
+    if length == 0 or total > capacity:
+        buffer = new.new_empty(*new.shape[:2], total + room, new.shape[3])
+        buffer[:, :, :length] = cached
+        cached = buffer[:, :, :length]
+    whole = cached.as_strided((*cached.shape[:2], total, cached.shape[3]), cached.stride())
+    whole[:, :, length:] = new
+    return whole

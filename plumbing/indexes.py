@@ -1,0 +1,50 @@
+"""BM25's index in a file: arrays, and JSON for words and passages. Nothing in it is executed."""
+
+import json
+from typing import NamedTuple
+
+import numpy as np
+
+from plumbing.files import DataError, check, on_failure, replacing
+
+FORMAT = 1  # goes up when tokenise or the arrays change: an older index would silently find less
+
+
+class Index(NamedTuple):
+    """The postings of word number w are [starts[w]:starts[w + 1]] of where and weight."""
+
+    passages: list  # of {"id", "title", "text"}
+    words: dict  # word -> w
+    starts: np.ndarray  # (V + 1,)
+    where: np.ndarray  # (P,) passage of a posting
+    weight: np.ndarray  # (P,) its score
+
+
+def save(path, index):
+    """Write an index to one .npz file. Raises OSError."""
+    meta = {"format": FORMAT, "words": list(index.words), "passages": index.passages}
+    arrays = {name: getattr(index, name) for name in ("starts", "where", "weight")}
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        np.savez(file, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
+
+
+def load(path):
+    """The index that `save` wrote. Raises DataError where it is damaged or missing."""
+    try:
+        raw = open(path, "rb")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    # Damaged zip, array and JSON data fail in a dozen ways, and all mean the same.
+    problem = f"{path}: damaged, or no index of this version: build it again"
+    with on_failure(problem), raw, np.load(raw, allow_pickle=False) as file:
+        meta = json.loads(file["meta"].tobytes())
+        passages, words = meta["passages"], {word: w for w, word in enumerate(meta["words"])}
+        index = Index(passages, words, file["starts"], file["where"], file["weight"])
+        starts, where, weight = index.starts, index.where, index.weight
+        good = all(isinstance(p[key], str) for p in passages for key in ("id", "title", "text"))
+        good = good and starts.dtype == where.dtype == np.int64 and weight.dtype == np.float64
+        good = good and meta["format"] == FORMAT and starts[-1] == len(where) == len(weight)
+        good = good and starts[0] == 0 and (np.diff(starts) > 0).all()
+        good = good and len(words) == len(starts) - 1 and len(passages) > where.max()
+        check(good and where.min() >= 0, problem, "the parts do not fit together")
+    return index

@@ -1,0 +1,195 @@
+"""Tokenizers and models: loading, 4-bit weights, LoRA adapters, merging."""
+
+import logging
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+# Before the imports: bitsandbytes warns of an optional kernel, and PEFT asks by an old name.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+
+import torch
+import transformers
+from huggingface_hub import HfApi, try_to_load_from_cache
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+from plumbing.files import DataError, check, locate, on_failure
+from reward import TAGS
+
+if not sys.stderr.isatty():
+    transformers.utils.logging.disable_progress_bar()  # of weights being loaded: not for log files
+
+
+class Policy(NamedTuple):
+    """What samples and is trained: a causal LM and its tokenizer."""
+
+    model: object
+    tokenizer: object
+
+
+def load_tokenizer(path):
+    """The tokenizer of a model folder or hub name. Raises DataError where there is none.
+
+    `AutoTokenizer` chooses the class by the model's type; a file that declares the generic class,
+    as the tiny model's does, would be given Qwen2's splitting rules by it.
+    """
+    is_folder = os.path.isdir(path)
+    has_config = not is_folder or os.path.isfile(os.path.join(path, "config.json"))
+    check(has_config, path, "no model folder, config.json is missing")
+    with on_failure(f"{path}: neither a model folder nor a model of the hub"):
+        if not is_folder and not try_to_load_from_cache(path, "config.json"):
+            HfApi().model_info(path, timeout=3)  # once; below, each file would be asked for
+    with on_failure(f"{path}: no model with a tokenizer"):
+        declared = get_tokenizer_config(path).get("tokenizer_class")
+        is_generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        kind = PreTrainedTokenizerFast if is_generic else AutoTokenizer
+        tokenizer = kind.from_pretrained(path, trust_remote_code=False)
+    for tag in TAGS:  # where there are no files, an empty tokenizer is made
+        can_spell = tag in tokenizer.decode(encode(tokenizer, tag))
+        check(can_spell, path, f"no tokenizer there, or one that cannot spell {tag}")
+    return tokenizer
+
+
+def encode(tokenizer, text):
+    """Ids of a text, without special tokens even where it spells them (other added tokens stay)."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def check_model(path, max_context, adapter=None):
+    """Refuse a model or adapter that cannot be used before any weights are loaded (DataError)."""
+    with on_failure(f"{path}: no model"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or max_context
+    check(
+        max_context <= positions,
+        f"--max_context {max_context}",
+        f"{path} has {positions} positions",
+    )
+    for name in ("adapter_config.json", "adapter_model.safetensors") if adapter else ():
+        is_there = os.path.isfile(os.path.join(adapter, name))
+        check(is_there, adapter, f"no adapter there, {name} is missing")
+
+
+def device_and_dtype():
+    """Where a model runs, and in which precision: float32, but bfloat16 on CUDA GPUs.
+
+    float16 on older ones: its gradients may overflow, and such updates are skipped and counted.
+    """
+    if torch.cuda.is_available():
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "cuda:0", torch.bfloat16 if has_bf16 else torch.float16
+    return "mps" if torch.backends.mps.is_available() else "cpu", torch.float32
+
+
+def check_4bit(in_4bit):
+    """Whether to use 4-bit weights, None being the default. Raises DataError without the package."""
+    is_installed = find_spec("bitsandbytes") is not None
+    if in_4bit is None:
+        return torch.cuda.is_available() and is_installed
+    if in_4bit and not is_installed:
+        raise DataError("--load_in_4bit needs the package bitsandbytes, which is not installed")
+    return in_4bit
+
+
+def load_base_model(path, in_4bit=False, dtype=None):
+    """A causal LM from safetensors files, its linear layers in 4 bits (NF4) if wanted.
+
+    dtype: of everything else, by default as `device_and_dtype` says. No code that comes with the
+    model is run. Raises DataError where it is damaged, or where 4 bits are not to be had.
+    """
+    device, usual_dtype = device_and_dtype()
+    options = {"dtype": dtype or usual_dtype, "device_map": {"": device}, "use_safetensors": True}
+    if check_4bit(in_4bit):
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_compute_dtype=options["dtype"], **nf4
+        )
+    with on_failure(f"{path}: cannot be loaded"):
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # its packed weights know no backward pass
+    return model
+
+
+def load_adapter(model, folder, is_trainable=False):
+    """`model` with the LoRA adapter in `folder`. Raises DataError if it is damaged or another's."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    problem = f"{folder}: no adapter of this model"
+    with on_failure(problem), warnings.catch_warnings(action="ignore"):
+        model = PeftModel.from_pretrained(model, folder, is_trainable=is_trainable)
+        saved = load_file(Path(folder) / "adapter_model.safetensors")
+        own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    strangers = len(saved.keys() ^ own.keys())  # the library takes what fits and is silent
+    check(not strangers, problem, f"{strangers} of its weights have no counterpart")
+    is_finite = all(weight.isfinite().all() for weight in saved.values())
+    check(is_finite, problem, "it holds numbers that are not finite")
+    return model
+
+
+def load_policy(path, adapter=None, in_4bit=False):
+    """The Policy for evaluation, with its LoRA adapter if given. Raises DataError."""
+    tokenizer, model = load_tokenizer(path), load_base_model(path, in_4bit)
+    if adapter:
+        model = load_adapter(model, adapter)
+        if model.dtype == torch.float32 and not in_4bit:  # fewer bits would round it away
+            model = model.merge_and_unload()
+    return Policy(model.eval(), tokenizer)
+
+
+def load_trainable(settings, adapter=None):
+    """The Policy to train, with a fresh LoRA adapter or the one in the folder `adapter`.
+
+    Raises DataError, also for a model whose logits the loss would get wrong.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    path = locate(settings.model)
+    tokenizer, model = load_tokenizer(path), load_base_model(path, settings.load_in_4bit)
+    for name in ("final_logit_softcapping", "logit_scale"):
+        is_plain = not getattr(model.config, name, None)
+        check(is_plain, settings.model, f"models with {name} are not supported")
+    if settings.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if adapter:
+        return Policy(load_adapter(model, adapter, is_trainable=True), tokenizer)
+    shape = {"r": settings.lora_r, "lora_alpha": settings.lora_alpha}
+    lora = LoraConfig(**shape, target_modules=settings.lora_targets, task_type="CAUSAL_LM")
+    return Policy(get_peft_model(model, lora), tokenizer)
+
+
+def trainable(model):
+    """The parameters that training moves: the adapter's."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def inference_weights(model):
+    """Eval mode, the adapter merged into float32 weights: rollouts are a third faster.
+
+    The base weights are put back bit by bit: subtracting the adapter would leave rounding errors.
+    """
+    was_training, weights = model.training, []
+    model.eval()
+    if model.dtype == torch.float32 and not getattr(model, "is_loaded_in_4bit", False):
+        adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
+        weights = [module.base_layer.weight for module in adapted]
+        kept = [weight.detach().clone() for weight in weights]
+        model.merge_adapter()  # fewer bits would round the adapter away
+    try:
+        yield
+    finally:
+        if weights:
+            model.unmerge_adapter()
+            with torch.no_grad():
+                for weight, original in zip(weights, kept):
+                    weight.copy_(original)
+        model.train(was_training)

@@ -1,0 +1,133 @@
+"""Command lines: settings are dataclass fields with a default, a range and a help text."""
+
+import math
+import sys
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from transformers import HfArgumentParser
+
+from plumbing import models, runs
+from plumbing.files import ROOT, DataError, check, read_json
+
+
+def setting(default, text, **more):
+    """A dataclass field with its help text.
+
+    `low` and `high` are the least and the greatest number allowed, `above` is a bound that it must
+    exceed; anything else goes to `add_argument`.
+    """
+    return field(default=default, metadata={"help": text, **more})
+
+
+class Parser(HfArgumentParser):
+    """`HfArgumentParser` that leaves ranges to `check_ranges`, and whose errors are one line."""
+
+    def add_argument(self, *names, low=None, high=None, above=None, **more):
+        return super().add_argument(*names, **more)
+
+    def error(self, message):
+        raise DataError(message)
+
+
+def check_ranges(settings):
+    """Raise DataError for a number that is none, or not in the range that stands at its field."""
+    for option in fields(settings):
+        low, high, above = (option.metadata.get(bound) for bound in ("low", "high", "above"))
+        value = getattr(settings, option.name)
+        if value is None or (low is None and above is None):
+            continue
+        for number in value if isinstance(value, list) else [value]:
+            where, whole = f"--{option.name} {number}", option.type in (int, int | None)
+            is_number = isinstance(number, int if whole else (int, float)) and math.isfinite(number)
+            check(is_number, where, "must be a whole number" if whole else "must be a number")
+            check(low is None or number >= low, where, f"must be {low} or more")
+            check(high is None or number <= high, where, f"must be {high} or less")
+            check(above is None or number > above, where, f"must be above {above}")
+
+
+def parse(kind, arguments, description, defaults=None):
+    """The settings object, of dataclass `kind`, of a command line. Raises DataError."""
+    parser = Parser(kind, description=description)
+    parser.set_defaults(**(defaults or {}))
+    settings, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if unknown:
+        raise DataError(f"{unknown[0]}: no such option; --help lists all of them")
+    check_ranges(settings)
+    return settings
+
+
+def read_config(kind, run):
+    """The settings object, of dataclass `kind`, in a run's config.json. Raises DataError, OSError."""
+    config = read_json(Path(run) / "config.json")
+    known = [option.name for option in fields(kind) if option.name in config]
+    settings = kind(**{name: config[name] for name in known})
+    check_ranges(settings)
+    return settings
+
+
+@dataclass
+class RunSettings:
+    """The part of a training run that is not the method: where things come from and go to."""
+
+    preset: str | None = setting(None, "settings for a real model, from data/presets/")
+    model: str = setting("data/tiny_model", "folder or hub name of a causal LM")
+    corpus: str = setting("data/tinyworld/train_corpus.jsonl", "passages, or an index of them")
+    questions: str = setting("data/tinyworld/train.jsonl", "questions to train on")
+    eval_corpus: str = setting("data/tinyworld/dev_corpus.jsonl", "passages for held-out questions")
+    eval_questions: str = setting("data/tinyworld/dev.jsonl", "held-out questions; '' for none")
+    eval_limit: int | None = setting(None, "use only the first so many of them", low=1)
+    eval_sample: int = setting(64, "of them, those by whose greedy reward `best` is kept", low=0)
+    eval_batch_size: int = setting(128, "held-out questions rolled out together", low=1)
+    retriever_url: str | None = setting(None, "search server to use instead of the corpora")
+    name: str | None = setting(None, "written to runs/NAME; default: reward and seed")
+    resume: str | None = setting(None, "run folder to go on with; its settings are used")
+    merge: str | None = setting(None, "with --resume: write base model plus adapter to this folder")
+    dry_run: bool = setting(False, "do not train: print memory and time of one step at its deepest")
+    report_to: Literal["none", "wandb", "tensorboard"] = setting("none", "where metrics go too")
+    sample_every: int = setting(10, "print a scored trajectory every so many steps; 0: none", low=0)
+    save_every: int = setting(10, "steps between checkpoints and looks for the best", low=1)
+    seed: int = setting(0, "the same seed gives the same run", low=0, high=2**32 - 1)
+    lora_r: int = setting(16, "rank of the LoRA adapter", low=1)
+    lora_alpha: int = setting(32, "scale of the LoRA adapter: alpha / r", low=1)
+    lora_targets: str = setting(
+        "all-linear", "layers with one: all-linear, or a regular expression"
+    )
+    load_in_4bit: bool | None = setting(None, "4-bit NF4 base weights; default: with CUDA only")
+    gradient_checkpointing: bool = setting(False, "recompute activations, to save memory")
+
+
+def read_preset(name):
+    """The settings in data/presets/NAME.json. Raises DataError."""
+    known = sorted(path.stem for path in (ROOT / "data" / "presets").glob("*.json"))
+    check(name in known, f"--preset {name}", f"choose one of {', '.join(known)}")
+    return read_json(ROOT / "data" / "presets" / f"{name}.json")
+
+
+def parse_training(kind, arguments, description):
+    """(settings, of dataclass `kind`, and the run to go on with, or None) of train.py's command line.
+
+    Raises DataError for options that do not go together.
+    """
+    settings = parse(kind, arguments, description)
+    if settings.resume:
+        words = [word.split("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)]
+        given = [word for word in words if word[:2] == "--" and word not in ("--resume", "--merge")]
+        where = f"--resume takes all settings from {settings.resume}"
+        check(not given, where, f"leave out {', '.join(given)}")
+        resumed = read_config(kind, settings.resume)
+        resumed.merge = settings.merge
+        return resumed, Path(settings.resume)
+    check(
+        not settings.merge, "--merge writes the model of a run", "say which by --resume runs/NAME"
+    )
+    if settings.preset:
+        settings = parse(kind, arguments, description, read_preset(settings.preset))
+    settings.load_in_4bit = models.check_4bit(settings.load_in_4bit)
+    tracker = settings.report_to
+    is_there = tracker == "none" or find_spec(tracker)
+    check(is_there, f"--report_to {tracker}", f"the package {tracker} is not installed")
+    runs.check_name(settings.name)
+    return settings, None

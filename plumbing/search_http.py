@@ -1,0 +1,146 @@
+"""Search-R1's search protocol, both sides: POST /retrieve with {"queries", "topk", "return_scores"},
+answered by {"result": [[{"document": {"contents"}, "score"}]]}.
+"""
+
+import json
+import re
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import requests
+
+from plumbing.data import are_strings, check_queries, split_contents
+from plumbing.files import SearchError, check
+
+# Limits of our server: bytes, queries, passages each, characters of a query, seconds of silence.
+MAX_BODY, MAX_QUERIES, MAX_K, MAX_QUERY, MAX_SECONDS = 1 << 20, 1024, 100, 10_000, 20
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class SearchClient:
+    """`BM25.search` on a search server.
+
+    url: http(s)://HOST:PORT/retrieve, the path being added if there is none. timeout: seconds
+    without a byte. retries: further tries, after backoff, 2 * backoff, 4 * backoff ... seconds.
+    batch_size: queries in one request. Raises DataError where `url` is none.
+    """
+
+    def __init__(self, url, timeout=30.0, retries=3, backoff=0.5, batch_size=128):
+        self.timeout, self.retries, self.backoff, self.batch_size = (
+            timeout,
+            retries,
+            backoff,
+            batch_size,
+        )
+        pattern = r"(https?://(?:[\w.-]+|\[[\da-f:]+\])(?::\d{1,5})?)(/[!-~]*)?"
+        found = re.fullmatch(pattern, url, re.ASCII)
+        problem = "not the URL of a search server, such as http://127.0.0.1:8000/retrieve"
+        check(found, repr(url), problem)
+        self.url = found[1] + ((found[2] or "/").rstrip("/") or "/retrieve")
+        self.session = requests.Session()
+        self.session.trust_env = False  # a proxy for the web is none for a server of one's own
+
+    def search(self, queries, k=3):
+        """As `BM25.search`, scores and order being the server's. Raises SearchError."""
+        check_queries(queries, k)
+        found = []
+        for start in range(0, len(queries), self.batch_size):
+            found += self.ask(list(queries[start : start + self.batch_size]), k)
+        return found
+
+    def ask(self, queries, k):
+        """One request, sent again after what may pass: no answer, a server's error, no JSON."""
+        request = json.dumps({"queries": queries, "topk": k, "return_scores": True})
+        for attempt in range(self.retries + 1):
+            time.sleep(self.backoff * 2 ** (attempt - 1) if attempt else 0)
+            problem = "no answer"
+            try:
+                response = self.post(request)
+                problem = f"status {response.status_code}, body {response.content[:200]!r}"
+                if response.status_code == 200:
+                    results = json.loads(response.content)["result"]
+                    if len(results) == len(queries):
+                        return [[read_hit(item) for item in result[:k]] for result in results]
+                    problem += f": {len(results)} results for {len(queries)} queries"
+                elif 400 <= response.status_code < 500 and response.status_code not in (408, 429):
+                    break  # it would refuse the same request again
+            except requests.RequestException as error:
+                problem += f": {error!r:.200}"
+            except MALFORMED:
+                problem += ": not what Search-R1's protocol promises"
+        raise SearchError(f"{self.url}: {problem} (tries: {attempt + 1})")
+
+    def post(self, request):
+        """The response of one request. Raises requests.RequestException."""
+        headers = {"Content-Type": "application/json"}
+        how = {"headers": headers, "timeout": self.timeout, "allow_redirects": False}
+        return self.session.post(self.url, request.encode(), **how)
+
+
+def read_hit(item):
+    """A passage with its score; without scores some servers send the bare document."""
+    document = item.get("document", item)
+    title, text = document.get("title") or "", document.get("text")
+    if not isinstance(text, str):
+        title, text = split_contents(document["contents"])
+    hit = {"id": str(document.get("id", "")), "title": title, "text": text}
+    # Half a surrogate pair in the JSON would break every later encoding of the text.
+    hit = {key: value.encode("utf-8", "replace").decode() for key, value in hit.items()}
+    return hit | {"score": float(item.get("score", 0.0))}
+
+
+def answer(body, retriever):
+    """(status, JSON-ready reply) of our server to a request's body."""
+    try:
+        request = json.loads(body)
+        queries, k = request["queries"], request.get("topk")
+        with_scores, k = request.get("return_scores"), 3 if k is None else k
+        good = are_strings(queries) and len(queries) <= MAX_QUERIES and type(k) is int
+        good = good and 1 <= k <= MAX_K and all(len(query) <= MAX_QUERY for query in queries)
+    except MALFORMED:
+        good = False
+    if not good:
+        limits = f"at most {MAX_QUERIES} queries of {MAX_QUERY} characters, topk 1 to {MAX_K}"
+        usage = '{"queries": [str], "topk": 3, "return_scores": true}'
+        return 400, {"error": f"expected {usage}, {limits}"}
+    results = []
+    for hits in retriever.search(queries, k):
+        results.append([])
+        for hit in hits:
+            score = hit.pop("score")
+            document = {**hit, "contents": f'"{hit["title"]}"\n{hit["text"]}'}
+            scored = {"document": document, "score": score}
+            results[-1].append(scored if with_scores else document)
+    return 200, {"result": results}
+
+
+def make_server(retriever, host="127.0.0.1", port=8000):
+    """A server of `retriever.search`, ready for `.serve_forever()`; port 0 takes a free one.
+
+    Bodies, query counts and lengths, k and silences are limited. Raises OSError.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = MAX_SECONDS
+
+        def handle(self):
+            with suppress(OSError):  # the client hung up
+                super().handle()
+
+        def do_POST(self):
+            length = self.headers.get("Content-Length", "")
+            size = int(length) if re.fullmatch("[0-9]{1,18}", length) else -1
+            problem = {"error": f"a body of at most {MAX_BODY} bytes is needed"}
+            status, reply = 411 if size < 0 else 413, problem
+            if 0 <= size <= MAX_BODY:
+                status, reply = answer(self.rfile.read(size), retriever)
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(reply).encode())
+
+        def log_message(self, *args):
+            pass  # what a request says is not for the terminal
+
+    return ThreadingHTTPServer((host, port), Handler)

@@ -1,0 +1,182 @@
+"""Trajectories to look at: in a terminal, as they grow, and as parts of a page; choosing them."""
+
+import ast
+import operator
+import os
+import re
+import shutil
+import sys
+import textwrap
+import unicodedata
+
+import reward
+from plumbing.data import group_of
+from plumbing.files import check
+
+# What a line is: its colour in a terminal (an ANSI code) and the most lines it takes there.
+KINDS = {"question": ("1", 3), "gold": ("1", 1), "think": ("2", 3), "invalid": ("31", 3)}
+KINDS |= {"search": ("36", 1), "passage": ("90", 1), "right": ("32", 2), "wrong": ("33", 2)}
+KINDS |= {"reward": ("35", 1), "verdict": ("1", 1)}
+RULE = "\n\n" + "-" * 60 + "\n\n"
+NAMES = ("hops", "hard", "id", "em", "f1", "t_c", "reward", "search_depth", "stop", "verdict")
+OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
+OPERATORS |= {">": operator.gt, ">=": operator.ge}
+VALUE = r"""-?\d+(?:\.\d+)?|'[^']*'|"[^"]*"|True|False|None"""
+COMPARISON = re.compile(rf"\s*(\w+)\s*(==|!=|<=|>=|<|>)\s*({VALUE})\s*")
+
+
+def verdict(trajectory, score):
+    """What a search after t_c is, "over"; "under": no answer was ever right; otherwise "exact"."""
+    if score.t_c < 0:
+        return "exact" if score.em else "under"
+    return "over" if any(turn.searched for turn in trajectory.turns[score.t_c :]) else "exact"
+
+
+def answer_line(name, raw, answer, golds):
+    """(name, text, kind) of an answer with its EM and F1; `raw` where none could be extracted."""
+    em, f1 = reward.exact_match(answer, golds), reward.f1(answer, golds)
+    text = raw if answer is None else answer
+    return name, f"{text}  (EM {em:.0f}, F1 {f1:.2f})", "right" if em else "wrong"
+
+
+def turn_lines(number, turn, is_valid, golds):
+    """A turn as lines (name, text, kind), without its reward."""
+    lines = [(f"{number} invalid", turn.text, "invalid")]
+    if is_valid:
+        lines = [(f"{number} think", re.split("</?think>", turn.text)[1], "think")]
+    if turn.action == "answer":
+        _, answer = reward.parse_action(turn.text)
+        lines.append(answer_line("answer", answer, answer, golds))
+    if turn.searched:
+        lines.append(("search", turn.query, "search"))
+    for passage in turn.passages:
+        lines.append(("", f"{passage['title']}: {passage['text']}", "passage"))
+    return lines + self_answer_lines(turn.self_answer, golds)
+
+
+def self_answer_lines(raw, golds):
+    """A self-answer's line, none where the policy was not asked."""
+    if raw is None:
+        return []
+    return [answer_line("self-answer", raw, reward.extract_self_answer(raw), golds)]
+
+
+def describe(trajectory, score):
+    """A scored Trajectory as blocks of lines (name, text, kind): question, each turn, verdict."""
+    question, golds = trajectory.question, trajectory.question["golden_answers"]
+    head = [("question", question["question"], "question"), ("gold", " | ".join(golds), "gold")]
+    blocks = [head + self_answer_lines(trajectory.self_answer_0, golds)]
+    valid = reward.valid_steps(trajectory.steps)
+    for i, turn in enumerate(trajectory.turns):
+        parts = [f"{name} {value:+.3f}" for name, value in score.parts[i].items() if value]
+        text = f"{'  '.join(parts)}  = {score.steps[i]:+.3f}"
+        blocks.append([*turn_lines(i + 1, turn, valid[i], golds), ("reward", text, "reward")])
+    depth = f"t_c {score.t_c}, searches made {trajectory.search_depth}"
+    text = f"{verdict(trajectory, score)} search: {depth}, needed: {group_of(question, 'hops')}"
+    total = f"reward {score.total:+.3f}, EM {score.em:.0f}, F1 {score.f1:.2f}"
+    total += f", ended by: {trajectory.stop}"
+    return [*blocks, [("verdict", text, "verdict"), ("total", total, "verdict")]]
+
+
+def printable(text):
+    """Untrusted text, with what a terminal or browser obeys (controls, marks) spelled out."""
+    shown = ""
+    for char in " ".join(text.split()):
+        obeyed = unicodedata.category(char) in ("Cc", "Cf", "Cs")
+        shown += f"<U+{ord(char):04X}>" if obeyed else char
+    return shown
+
+
+def in_colour():
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+def render_trajectory(trajectory, score, colour=None):
+    """A scored Trajectory for the terminal, shortened to its width.
+
+    colour: None is yes where stdout is a terminal and NO_COLOR is not set.
+    """
+    colour = in_colour() if colour is None else colour
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, 40), 120) - 14
+    blocks = []
+    for block in describe(trajectory, score):
+        lines = []
+        for name, text, kind in block:
+            code, most = KINDS[kind]
+            wrapped = textwrap.wrap(printable(text), width, max_lines=most, placeholder=" ...")
+            for i, line in enumerate(wrapped or [""]):
+                line = f"\x1b[{code}m{line}\x1b[0m" if colour else line
+                lines.append(f"{'' if i else name:>12}  {line}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+class Watcher:
+    """Prints a trajectory as it grows: the `on_text` of `rollout.rollout`."""
+
+    def __init__(self):
+        self.kind, self.shown = None, ""
+
+    def __call__(self, kind, text):
+        text = text.strip().rstrip("\ufffd")  # half a character: the next token completes it
+        text = "\n".join(map(printable, text.split("\n")))
+        if kind != self.kind or not text.startswith(self.shown):
+            print("\n  [self-answer] " if kind == "self_answer" else "\n", end="")
+            self.kind, self.shown = kind, ""
+        print(text[len(self.shown) :], end="", flush=True)
+        self.shown = text
+
+
+def print_outcome(trajectory, score=None):
+    """What a watched trajectory came to; with a score, its rewards step by step."""
+    answer = trajectory.answer
+    answer = f"none ({trajectory.stop})" if answer is None else printable(answer)
+    counts = f"searches: {trajectory.search_depth}   tokens: {trajectory.tokens}"
+    print(f"\n\nanswer: {answer}   {counts}")
+    if score:
+        *turns, last = describe(trajectory, score)[1:]
+        for number, block in enumerate(turns, start=1):
+            print(f"step {number} reward: {block[-1][1]}")
+        print("\n".join(f"{name}: {text}" for name, text, _ in last))
+
+
+def holds(condition, names):
+    """Whether comparisons joined by `and`, such as "hops==2 and em==0", hold for {name: value}.
+
+    What cannot be compared is no match. Raises DataError for anything else.
+
+    >>> holds("hops == 2 and em < 1", {"hops": 2, "em": 0.0}), holds("t_c > 0", {"t_c": None})
+    (True, False)
+    """
+    result = True
+    for comparison in condition.split(" and "):
+        match = COMPARISON.fullmatch(comparison)
+        problem = f"not comparisons, joined by and, of {', '.join(sorted(names))}"
+        check(match and match[1] in names, f"--where {condition!r}", problem)
+        try:
+            matches = OPERATORS[match[2]](names[match[1]], ast.literal_eval(match[3]))
+        except TypeError:
+            matches = False
+        result = result and matches
+    return result
+
+
+def choose(pairs, where=None):
+    """The [(Trajectory, Score)] for which the condition `where` holds. Raises DataError for none."""
+    chosen, unknown = [], dict.fromkeys(NAMES)
+    for trajectory, _ in pairs:
+        unknown |= dict.fromkeys(trajectory.question["metadata"])
+    for t, score in pairs:
+        names = unknown | t.question["metadata"] | {"id": t.question["id"], "em": score.em}
+        names |= {"f1": score.f1, "t_c": score.t_c, "reward": score.total, "stop": t.stop}
+        names |= {"search_depth": t.search_depth, "verdict": verdict(t, score)}
+        if where is None or holds(where, names):
+            chosen.append((t, score))
+    check(chosen, "no trajectory", f"none with {where}" if where else "there is none to show")
+    return chosen
+
+
+def spread(items, count):
+    """At most `count` of the items, from all over the list."""
+    return items[:: max(1, len(items) // count)][:count]
