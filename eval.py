@@ -22,8 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 import reward
-from plumbing import compare, data, figures, files, logs, models, options, page, prompts, runs, show
-from plumbing import stats, tables
+from plumbing import data, files, logs, look, models, options, prompts, runs, show, stats
 from plumbing.options import setting
 from retriever import open_retriever
 from rollout import RolloutSettings, Sampling, Trajectory, rollout, system_prompt_of
@@ -259,16 +258,11 @@ def read_trajectories(path):
 def load(args, config):
     """(policy, Task, origin, paths) of the command line, the last two for `provenance`."""
     url = args.retriever_url or config.get("retriever_url")
-    paths, wanted = (
-        {},
-        ["model", *(["questions"] if not args.ask else []), *([] if url else ["corpus"])],
-    )
-    for name in wanted:
-        paths[name] = getattr(args, name) or config.get(f"eval_{name}") or config.get(name)
-        where = "nothing to evaluate"
-        files.check(
-            paths[name], where, f"give --run, or --model, --questions and --corpus ({name})"
-        )
+    paths, needless = {}, {"questions": args.ask, "corpus": url}
+    for name in ("model", "questions", "corpus"):
+        if not needless.get(name):
+            paths[name] = getattr(args, name) or config.get(f"eval_{name}") or config.get(name)
+            files.check(paths[name], "nothing to evaluate", f"give --run, or --{name} and the like")
     adapter, model = args.adapter, files.locate(paths.pop("model"))
     if args.run and not args.model and not adapter:
         adapter = str(runs.find_checkpoint(args.run) or f"{args.run}/adapter")
@@ -279,7 +273,7 @@ def load(args, config):
         questions = data.load_questions(paths["questions"], args.limit)
         prompt = system_prompt_of(args)
         prompts.check_questions(paths["questions"], questions, tokenizer, args, prompt)
-        check_names(args, questions)
+        look.check_names(args, questions)
     task = data.Task(questions, open_retriever(paths.get("corpus"), url))
     in_4bit = bool(config.get("load_in_4bit") and not args.model)
     origin = {"model": args.model or config.get("model"), "adapter": adapter}
@@ -287,26 +281,10 @@ def load(args, config):
     return models.load_policy(model, adapter, in_4bit), task, origin, paths
 
 
-def check_names(args, questions):
-    """Refuse a --where or --by that speaks of what no question has. Raises DataError."""
-    known = {key for question in questions for key in question["metadata"]}
-    for key in args.by or []:
-        files.check(key in known, f"--by {key}", "no question has it in its metadata")
-    if args.where:
-        show.holds(args.where, dict.fromkeys({*known, *show.NAMES}))
-
-
 def look_at_policy(args, config):
     """Roll a policy out, print and write the report, then show its trajectories."""
-    changed = (
-        args.model,
-        args.adapter,
-        args.questions,
-        args.corpus,
-        args.retriever_url,
-        args.limit,
-    )
-    is_own = bool(args.run) and not args.out and not any(changed)  # the run's held-out questions
+    names = ("model", "adapter", "questions", "corpus", "retriever_url", "limit", "out")
+    is_own = bool(args.run) and not any(getattr(args, name) for name in names)  # its held-out set
     out = Path(args.out or (f"{args.run}/eval.json" if is_own else "eval.json"))
     saved = files.read_json(out) if out.exists() else {}
     policy, task, origin, paths = load(args, config)
@@ -319,48 +297,20 @@ def look_at_policy(args, config):
             origin[name] = getattr(args, name)
         depends_on = provenance(origin | {"force_depth": depth}, paths, args)
         reports[str(depth)] = report(trajectories, depends_on, args.by or ["hops"], args.seed)
-    name, decoding = Path(args.run or args.model).name, "sampled" if args.temperature else "greedy"
-    if args.force_depth:
-        new, figure = {"forced": reports}, args.figure or out.with_name("forced_depth.png")
-        print(tables.as_text(tables.forced_rows(reports)))
-        figures.plot_forced(reports, figure, name)
-        sections = page.forced(reports, name)
-    else:
-        new, result = {decoding: reports["None"]}, reports["None"]
-        print(tables.report_table(result))
-        sections = page.report(result, f"{result['n']} questions, {decoding}")
-        if is_own and decoding == "greedy":
-            save_trajectories(Path(args.run) / runs.HELD_OUT, pairs)
-        if is_own:
-            new = {"eval": saved.get("eval", {}) | new}
-    files.write_json(out, saved | new)
-    print(f"report: {out}")
-    show_pairs(args, pairs, sections)
+    if is_own and not args.force_depth and args.temperature == 0:
+        save_trajectories(Path(args.run) / runs.HELD_OUT, pairs)
+    look.show_trajectories(args, pairs, look.save_reports(args, reports, out, saved, is_own))
 
 
 def look_at_saved(args, path):
     """Show saved trajectories; those of a run with its tables and figures."""
     with files.on_failure(f"{args.run or path}: a damaged file"):
         pairs = read_trajectories(path)
-        if args.run and not args.trajectories:
-            sections = page.run(args.run) if args.html else []
-        else:
+        result = None
+        if args.trajectories or not args.run:
             trajectories, by = [trajectory for trajectory, _ in pairs], args.by or ["hops"]
             result = report(trajectories, {"trajectories": str(path)}, by, args.seed)
-            print(tables.report_table(result))
-            sections = page.report(result, f"{result['n']} questions")
-        show_pairs(args, pairs, sections)
-
-
-def show_pairs(args, pairs, sections):
-    """Print --show trajectories of those that --where chooses, from all over, and write the page."""
-    if args.show or args.html:
-        chosen = show.spread(show.choose(pairs, args.where), args.show or 10)
-        if args.show:
-            print("\n" + show.RULE.join(show.render_trajectory(*pair) for pair in chosen))
-        if args.html:
-            title = Path(args.run or args.trajectories or args.model).name
-            page.write(args.html, title, [*sections, page.trajectories(chosen)])
+        look.show_trajectories(args, pairs, look.saved_sections(args, result))
 
 
 def ask(policy, retriever, settings, question, golds=None, sampling=None):
@@ -372,26 +322,11 @@ def ask(policy, retriever, settings, question, golds=None, sampling=None):
     show.print_outcome(trajectory, trajectory.score() if golds else None)
 
 
-def check(args):
-    """Refuse options that cannot work or do not go together. Raises DataError."""
-    ways = ("compare", "curves", "ask", "trajectories")
-    given = [f"--{name}" for name in ways if getattr(args, name) is not None]
-    files.check(len(given) < 2, " ".join(given), "one way of looking at a time")
-    greedy = args.samples > 1 and args.temperature == 0
-    files.check(not greedy, f"--samples {args.samples}", "needs a --temperature above 0")
-    files.check(not args.where or args.show or args.html, "--where", "is for --show N or --html")
-    files.check(not args.gold or args.ask, "--gold", "is for --ask")
-    files.check(args.ask is None or args.ask.strip(), "--ask", "the question is blank")
-    figures.check_ending("--figure", args.figure)
-    for name in ("out", "html", "figure"):
-        files.check_writable(f"--{name}", getattr(args, name))
-
-
 def main(arguments=None):
     args = options.parse(EvalSettings, arguments, __doc__.splitlines()[0])
-    check(args)
+    look.check(args)
     if args.compare or args.curves:
-        return compare.main(args, read_trajectories)
+        return look.compare_runs(args, read_trajectories)
     config, own, saved = {}, {}, args.trajectories
     if args.run:
         config = files.read_json(Path(args.run) / "config.json")

@@ -66,6 +66,7 @@ REWARDS = {
     "search-penalty": replace(OUTCOME, search_cost=0.1, about="outcome minus a cost per search"),
     "stepsearch": STEPSEARCH,
 }
+HELP = "; ".join(f"{name}: {weights.about}" for name, weights in REWARDS.items())
 
 
 @lru_cache(maxsize=1024)  # a group shares its golds, a trajectory its queries
@@ -109,7 +110,7 @@ def f1(prediction, golden_answers, hotpot_rules=False):
 
 TAG_NAMES = ("think", "search", "answer", "information")
 TAGS = tuple(f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/"))
-# Any text without one of our tags: "a < b </i>", but not "a <think> b".
+# Any text without one of our tags: "a < b </i>", but not "a <think> b"
 INNER = rf"([^<]*(?:(?!{'|'.join(TAGS)})<[^<]*)*)"
 ACTION = re.compile(rf"<(search|answer)>{INNER}</\1>")
 STEP = re.compile(rf"\s*<think>{INNER}</think>\s*<(search|answer)>{INNER}</\2>\s*")

@@ -276,7 +276,7 @@ def write_turns(batch, logits, settings, sampler, on_text=None):
 
 def force_answer(batch, settings, sampler):
     """The last turn of a forced depth: the answer is asked for as self-answers are."""
-    probe = encode(batch.tokenizer, PROBE)
+    probe = encode(batch.policy.tokenizer, PROBE)
     logits = batch.append([probe] * len(batch.pending))
     answers = batch.write(logits, settings.max_self_answer_tokens, TURN_ENDS, sampler)
     written = []
@@ -291,10 +291,12 @@ def ask_self_answers(batch, live, settings, sampler, clock, on_text=None):
     how = settings.max_self_answer_tokens, SELF_ANSWER_ENDS, sampler, watch
     with clock("self_answer"):
         if settings.self_answer == "branch":
-            probe = encode(batch.tokenizer, PROBE)
+            probe = encode(batch.policy.tokenizer, PROBE)
             written = batch.branch([probe] * len(live), *how)
         else:
-            separate = [separate_prompt(batch.tokenizer, t, settings.prompt_style) for t in live]
+            separate = [
+                separate_prompt(batch.policy.tokenizer, t, settings.prompt_style) for t in live
+            ]
             asked, logits = generation.CachedBatch.start(batch.policy, separate, 1)
             written = asked.write(logits, *how)
     for trajectory, ids in zip(live, written):

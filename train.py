@@ -3,18 +3,17 @@
 Where this departs from the paper (arXiv 2604.17337):
 1. GRPO, as in the paper's appendix, instead of PPO with a critic: the trajectory's summed reward is
    the outcome reward.
-2. LoRA instead of full fine-tuning; the reference policy of the KL term is the same model with the
-   adapter off.
-3. By default a tiny model in a tiny world, so that the effect shows on a CPU in minutes; group size,
-   steps and learning rate are chosen for it, and the KL coefficient is 0 (paper: 0.001).
+2. LoRA instead of full fine-tuning; the KL term's reference is the model with the adapter off.
+3. By default a tiny model in a tiny world, so that the effect shows on a CPU in minutes; group
+   size, steps and learning rate are chosen for it, and the KL coefficient is 0 (paper: 0.001).
 4. One batch is one update (paper: two mini-batches). The ratio is then exactly 1 and nothing is
    clipped; `--num_iterations 2` shows the clipping. The loss is a mean over all sampled tokens.
-5. Self-answers continue the trajectory on a branch that is thrown away; the released code asks in a
-   fresh prompt, as `--self_answer separate` does.
+5. Self-answers continue the trajectory on a branch that is thrown away; the released code asks in
+   a fresh prompt, as `--self_answer separate` does.
 6. The step rewards follow the paper where the released code differs: see reward.py.
 
     python train.py                                     # tiny world, paper's rewards, CPU
-    python train.py --reward outcome                    # Search-R1's reward: answer and format only
+    python train.py --reward outcome                    # Search-R1's reward: answer and format
     python train.py --resume runs/NAME                  # go on with a run that was stopped
     python train.py --preset qwen2.5-0.5b --dry_run     # does it fit? one step at its deepest
     python train.py --resume runs/NAME --merge FOLDER   # write the trained model, 16-bit
@@ -36,11 +35,9 @@ from rollout import RolloutSettings, Sampling, rollout, system_prompt_of
 
 @dataclass
 class TrainSettings(RolloutSettings, options.RunSettings):
-    """The method's settings; those of a rollout stand in rollout.py, the rest in plumbing/options.py."""
+    """The method's settings; a rollout's are in rollout.py, a run's in plumbing/options.py."""
 
-    reward: str = setting(
-        "autosearch", "; ".join(f"{name}: {rule.about}" for name, rule in reward.REWARDS.items())
-    )
+    reward: str = setting("autosearch", reward.HELP)
     search_cost: float | None = setting(None, "flat cost of a search, for search-penalty", low=0)
     steps: int = setting(40, "training steps; each is one batch of rollouts", low=1)
     num_questions: int = setting(12, "questions in a step", low=1)
@@ -60,66 +57,51 @@ def train(policy, optimizer, task, held_out, settings, run, first_step):
     task, held_out: `data.Task`. run: its folder. Raises KeyboardInterrupt when a signal to stop has
     been obeyed.
     """
-    weights, log = reward_weights(settings), logs.Logbook(run, settings, first_step)
+    model, G, weights = policy.model, settings.num_generations, reward_weights(settings)
+    log = logs.Logbook(run, settings, first_step)
     with runs.stop_signals() as stop:
-        for step in log.steps():
+        for step in log.bar:
             clock, seed = logs.Clock(), runs.seed_of(settings.seed, step)
             torch.manual_seed(seed)  # a step depends on seed, number and weights alone
 
             # Questions
-            questions = data.draw_questions(
-                task.questions, settings.num_questions, step, settings.seed
-            )
+            number = settings.num_questions
+            questions = data.draw_questions(task.questions, number, step, settings.seed)
 
             # Rollouts: G of each question
-            sampling = sampling_of(settings, seed)
-            with models.inference_weights(policy.model):
+            sampling = Sampling(G, settings.temperature, seed)
+            sampling.ask_before_search = weights.ask_before_search
+            with models.inference_weights(model):
                 trajectories = rollout(policy, questions, task.retriever, settings, sampling, clock)
 
-            # Rewards: of every step, summed
+            # Rewards: the sum over a trajectory's steps
             scores = [trajectory.score(weights) for trajectory in trajectories]
             rewards = total_rewards(scores, trajectories)  # (N,), N = questions * G
 
             # Advantages: against the other rollouts of the question
-            advantages = group_advantages(rewards, settings.num_generations)  # (N,)
+            advantages = group_advantages(rewards, G)  # (N,)
 
             # Loss and update
-            learning_rate = settings.learning_rate * (1 - step / settings.steps)
+            rate = settings.learning_rate * (1 - step / settings.steps)
             with clock("update"):
-                losses = update(
-                    policy.model, optimizer, trajectories, advantages, learning_rate, settings
-                )
+                losses = update(model, optimizer, trajectories, advantages, rate, settings)
 
-            row = {"step": step} | step_metrics(trajectories, scores, rewards, settings) | losses
-            row |= clock.row()
+            row = {"step": step} | step_metrics(trajectories, scores, rewards, settings)
+            row |= losses | clock.row()
             if log.is_due(step):
                 row |= held_out_reward(policy, held_out, settings, weights)
             log.add(row, trajectories, scores)
-            runs.save_step(policy.model, optimizer, log, step, stop)
+            runs.save_step(model, optimizer, log, step, stop)
 
 
 def reward_weights(settings):
     """The `reward.Weights` that the settings name. Raises DataError."""
-    where = f"--reward {settings.reward}"
-    files.check(
-        settings.reward in reward.REWARDS, where, f"choose one of {', '.join(reward.REWARDS)}"
-    )
-    weights = reward.REWARDS[settings.reward]
-    if settings.search_cost is None:
-        return weights
-    where = "--search_cost is for --reward search-penalty"
-    files.check(weights.search_cost, where, f"not for {settings.reward}")
-    return replace(weights, search_cost=settings.search_cost)
-
-
-def sampling_of(settings, seed):
-    """How a step's rollouts are drawn."""
-    return Sampling(
-        num_generations=settings.num_generations,
-        temperature=settings.temperature,
-        ask_before_search=reward_weights(settings).ask_before_search,
-        seed=seed,
-    )
+    name, known = settings.reward, ", ".join(reward.REWARDS)
+    files.check(name in reward.REWARDS, f"--reward {name}", f"choose one of {known}")
+    weights, cost = reward.REWARDS[name], settings.search_cost
+    fits = cost is None or weights.search_cost
+    files.check(fits, "--search_cost is for --reward search-penalty", f"not for {name}")
+    return weights if cost is None else replace(weights, search_cost=cost)
 
 
 # Rewards and advantages
@@ -131,9 +113,8 @@ def total_rewards(scores, trajectories):
     Sums that are equal on paper may differ in the last bit: a group must not learn from that.
     """
     for score, trajectory in zip(scores, trajectories):
-        if not math.isfinite(score.total):
-            where = f"reward {score.total} for question {trajectory.question['id']}"
-            raise files.DataError(f"{where}: {trajectory.steps}")
+        where = f"reward {score.total} for question {trajectory.question['id']}"
+        files.check(math.isfinite(score.total), where, trajectory.steps)
     return torch.tensor([round(score.total, 6) for score in scores], dtype=torch.float64)
 
 
@@ -166,7 +147,8 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    batches = make_micro_batches(trajectories, advantages, settings.micro_batch_size, model.device)
+    size = settings.micro_batch_size
+    batches = make_micro_batches(trajectories, advantages, size, model.device)
     num_tokens = max(sum(int(batch["completion_mask"].sum()) for batch in batches), 1)
     totals, skipped = {}, 0
     for _ in range(settings.num_iterations):
@@ -183,58 +165,54 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
             skipped += 1
         optimizer.zero_grad()
     computed = sum(batch["input_ids"].numel() for batch in batches)
-    padding = 1 - sum(map(len, trajectories)) / computed  # share of the positions computed in vain
+    padding = 1 - sum(map(len, trajectories)) / computed  # positions computed in vain
     return totals | {"padding": padding, "grad_norm": norm, "skipped_updates": skipped}
-
-
-def micro_batch_loss(model, batch, settings):
-    """The loss of a micro-batch, and what is reported of it, both summed over the sampled tokens."""
-    logps, entropy = per_token_logps(model, batch, settings.temperature)
-    if "old_per_token_logps" not in batch:  # the policy has not moved since it sampled
-        batch["old_per_token_logps"] = logps.detach()
-    if settings.beta and "ref_per_token_logps" not in batch:
-        with torch.no_grad(), model.disable_adapter():
-            reference, _ = per_token_logps(model, batch, settings.temperature)
-        batch["ref_per_token_logps"] = reference
-    loss, sums = grpo_loss(logps, batch, settings.epsilon, settings.beta)
-    return loss, sums | {"loss": loss.detach(), "entropy": entropy.sum()}
 
 
 def make_micro_batches(trajectories, advantages, size, device):
     """Sort trajectories by length, so that little is padding, and pad each micro-batch on the right.
 
-    Causal attention then needs no mask: no token sees what follows it. Returns dicts of input_ids and
-    completion_mask (B, T), T = prompt and completion, and advantages (B,).
+    Causal attention then needs no mask: no token sees what follows it. Returns dicts of input_ids
+    and completion_mask (B, T), T = prompt and completion, and advantages (B,).
     """
     order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i]))
     batches = []
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        width, ids, masks = len(trajectories[rows[-1]]), [], []  # the last one is the longest
-        for trajectory in (trajectories[i] for i in rows):
-            padding = [0] * (width - len(trajectory))
-            ids.append(trajectory.prompt_ids + trajectory.completion_ids + padding)
-            unsampled = [0] * len(trajectory.prompt_ids)
-            masks.append(unsampled + trajectory.completion_mask + padding)
-        batch = {
-            "input_ids": torch.tensor(ids, device=device),
-            "completion_mask": torch.tensor(masks, device=device),
-            "advantages": advantages[rows].to(device),
-        }
+        width, ids, masks = len(trajectories[rows[-1]]), [], []  # of the last one, the longest
+        for i in rows:
+            row, padding = trajectories[i], [0] * (width - len(trajectories[i]))
+            ids.append(row.prompt_ids + row.completion_ids + padding)
+            masks.append([0] * len(row.prompt_ids) + row.completion_mask + padding)
+        batch = {"advantages": advantages[rows].to(device)}
+        batch["input_ids"] = torch.tensor(ids, device=device)
+        batch["completion_mask"] = torch.tensor(masks, device=device)
         batches.append(batch)
     return batches
 
 
+def micro_batch_loss(model, batch, settings):
+    """The loss of a micro-batch, and what is reported of it: sums over the sampled tokens."""
+    logps, entropy = per_token_logps(model, batch, settings.temperature)
+    if "old_per_token_logps" not in batch:  # the policy has not moved since it sampled
+        batch["old_per_token_logps"] = logps.detach()
+    if settings.beta and "ref_per_token_logps" not in batch:
+        with torch.no_grad(), model.disable_adapter():
+            batch["ref_per_token_logps"], _ = per_token_logps(model, batch, settings.temperature)
+    loss, sums = grpo_loss(logps, batch, settings.epsilon, settings.beta)
+    return loss, sums | {"loss": loss.detach(), "entropy": entropy.sum()}
+
+
 def per_token_logps(model, batch, temperature):
-    """Log-probability of each sampled token, and the entropy there: two (B, T), 0 where not sampled.
+    """Log-probability of each sampled token and the entropy there: two (B, T), 0 elsewhere.
 
     Logits are computed at the sampled positions only: no (B, T, V) tensor is ever made.
     """
     mask = batch["completion_mask"].bool()  # (B, T)
     causal_lm = model.get_base_model()  # the adapter is inside its layers
     output = causal_lm.base_model(input_ids=batch["input_ids"], use_cache=False)
-    hidden = output.last_hidden_state  # (B, T, d)
-    states = hidden[:, :-1][mask[:, 1:]]  # (N, d): from which each sampled token was drawn
+    # The state from which a token was drawn is the one before it.
+    states = output.last_hidden_state[:, :-1][mask[:, 1:]]  # (N, d), N = sampled tokens
     sampled = batch["input_ids"][mask]  # (N,)
 
     def score(states, sampled):
@@ -250,12 +228,12 @@ def per_token_logps(model, batch, temperature):
 
 
 def grpo_loss(per_token_logps, batch, epsilon, beta):
-    """Clipped surrogate plus k3 KL, summed over the sampled tokens:
+    """Clipped surrogate plus k3 KL, summed over the sampled tokens, with d = ref - logp:
 
-    -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * (e^d - d - 1), d = ref - logp
+    -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * (exp(d) - d - 1)
 
-    per_token_logps: (B, T). batch: completion_mask (B, T), advantages (B,), old_per_token_logps and,
-    if beta > 0, ref_per_token_logps (B, T). Returns (loss, {"clip_ratio", "kl"}), sums over tokens.
+    per_token_logps: (B, T). batch: completion_mask (B, T), advantages (B,), old_per_token_logps
+    and, if beta > 0, ref_per_token_logps (B, T). Returns (loss, {"clip_ratio", "kl"}), sums.
     Masked before `exp`: what stands at a masked position cannot reach the gradient.
     """
     mask = batch["completion_mask"].bool()
@@ -267,8 +245,8 @@ def grpo_loss(per_token_logps, batch, epsilon, beta):
     is_clipped = (ratio * advantages > clipped_ratio * advantages) & mask
     sums = {"clip_ratio": is_clipped.sum()}
     if beta:
-        difference = (batch["ref_per_token_logps"] - per_token_logps).masked_fill(~mask, 0.0)
-        kl = difference.exp() - difference - 1
+        d = (batch["ref_per_token_logps"] - per_token_logps).masked_fill(~mask, 0.0)
+        kl = d.exp() - d - 1
         loss = loss + beta * kl
         sums["kl"] = (kl.detach() * mask).sum()
     return (loss * mask).sum(), sums
@@ -276,76 +254,63 @@ def grpo_loss(per_token_logps, batch, epsilon, beta):
 
 def step_metrics(trajectories, scores, rewards, settings):
     """What a line of metrics.jsonl says of a step's rollouts; README explains each."""
-    groups = rewards.view(-1, settings.num_generations)
-    parts = {}
+    groups, means = rewards.view(-1, settings.num_generations), mean_metrics(trajectories)
+    row = {"seed": settings.seed, "reward": rewards.mean().item()}
+    row["reward_std"] = groups.std(1).mean().item()
     for name in scores[0].parts[0]:
         total = sum(part[name] for score in scores for part in score.parts)
-        parts[f"reward/{name}"] = total / len(scores)
-    means = mean_metrics(trajectories)
-    return {
-        "seed": settings.seed,
-        "reward": rewards.mean().item(),
-        "reward_std": groups.std(1).mean().item(),
-        **parts,
-        "em": means["em"],
-        "f1": means["f1"],
-        "search_depth": means["sd"],
-        "over_search_ratio": means["osr"],
-        "valid_action_ratio": means["valid_action_ratio"],
-        "tokens": means["tokens"],
-        "frac_reward_zero_std": all_equal(groups).double().mean().item(),
-    }
+        row[f"reward/{name}"] = total / len(scores)
+    for name in ("em", "f1", "valid_action_ratio", "tokens"):
+        row[name] = means[name]
+    row |= {"search_depth": means["sd"], "over_search_ratio": means["osr"]}
+    return row | {"frac_reward_zero_std": all_equal(groups).double().mean().item()}
 
 
 # The command line
 
 
 def load_tasks(settings, checkpoint):
-    """The Tasks to train on and to evaluate on (without questions if there are none).
+    """The Tasks to train on and to evaluate on, the latter without questions if there are none.
 
-    Refuses with a DataError what cannot be used, all of it before any weights are loaded.
+    Refuses with a DataError what cannot be used, before any weights are loaded.
     """
-    weights = reward_weights(settings)
-    questions, held_out = data.load_questions(files.locate(settings.questions)), []
+    weights, path = reward_weights(settings), files.locate(settings.model)
+    questions, held_out = data.load_questions(settings.questions), []
     if settings.eval_questions:
-        held_out = data.load_questions(files.locate(settings.eval_questions))
-    held_out = held_out[: settings.eval_limit]
-    tokenizer = models.load_tokenizer(files.locate(settings.model))
-    models.check_model(files.locate(settings.model), settings.max_context, checkpoint)
-    for path, rows in ((settings.questions, questions), (settings.eval_questions, held_out)):
-        prompts.check_questions(path, rows, tokenizer, settings, system_prompt_of(settings))
+        held_out = data.load_questions(settings.eval_questions, settings.eval_limit)
+    tokenizer = models.load_tokenizer(path)
+    models.check_model(path, settings.max_context, checkpoint)
+    for name, rows in ((settings.questions, questions), (settings.eval_questions, held_out)):
+        prompts.check_questions(name, rows, tokenizer, settings, system_prompt_of(settings))
         if weights.information_gain or weights.redundancy:
-            data.check_supporting_titles(path, rows, f"--reward {settings.reward}")
+            data.check_supporting_titles(name, rows)
     retriever = eval_retriever = open_retriever(settings.corpus, settings.retriever_url)
     if not settings.retriever_url:
-        several = len(retriever.passages) > 1
         problem = "one passage only: there is nothing to learn from searching in it"
-        files.check(several, settings.corpus, problem)
+        files.check(len(retriever.passages) > 1, settings.corpus, problem)
         if held_out and settings.eval_corpus != settings.corpus:
-            eval_retriever = open_retriever(settings.eval_corpus, None)
+            eval_retriever = open_retriever(settings.eval_corpus)
     return data.Task(questions, retriever), data.Task(held_out, eval_retriever)
 
 
 def dry_run(policy, optimizer, task, held_out, settings):
     """One ordinary step on the longest questions at the greatest depth, and an evaluation batch.
 
-    Prints seconds and the peak memory until the end of each.
+    Prints the seconds of each, and the peak memory until its end.
     """
-    by_length = sorted(task.questions, key=lambda question: len(question["question"]))
-    sampling = replace(sampling_of(settings, settings.seed), force_depth=settings.max_searches)
-    longest = by_length[-settings.num_questions :]
+    questions = sorted(task.questions, key=lambda question: -len(question["question"]))
+    questions = questions[: settings.num_questions]
+    sampling = Sampling(settings.num_generations, force_depth=settings.max_searches)
     with memory.measured("rollout"), models.inference_weights(policy.model):
-        trajectories = rollout(policy, longest, task.retriever, settings, sampling)
+        trajectories = rollout(policy, questions, task.retriever, settings, sampling)
+    print(f"{len(trajectories)} trajectories of at most {max(map(len, trajectories))} tokens")
     policy.model.train()
     with memory.measured("update"):
-        advantages = torch.tensor([1.0, -1.0] * len(trajectories))[: len(trajectories)]
+        advantages = torch.linspace(-1, 1, len(trajectories))
         update(policy.model, optimizer, trajectories, advantages, 0.0, settings)
-    if held_out.questions:
-        with memory.measured("evaluation"), models.inference_weights(policy.model):
-            batch = data.Task(held_out.questions[: settings.eval_batch_size], held_out.retriever)
-            evaluate(policy, batch, settings, replace(sampling, num_generations=1))
-    length = max(map(len, trajectories))
-    print(f"{len(trajectories)} trajectories of up to {length} tokens")
+    batch = data.Task(held_out.questions[: settings.eval_batch_size], held_out.retriever)
+    with memory.measured("evaluation"), models.inference_weights(policy.model):
+        evaluate(policy, batch, settings, replace(sampling, num_generations=1), 10**6)
 
 
 def main(arguments=None):
@@ -354,9 +319,9 @@ def main(arguments=None):
     weights = reward_weights(settings)
     if settings.merge:
         return runs.write_merged(settings, resumed)
-    checkpoint = runs.find_checkpoint(resumed) if resumed else None
+    checkpoint = runs.find_checkpoint(resumed)
     task, held_out = load_tasks(settings, checkpoint)
-    torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves behind
+    torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves
     torch.manual_seed(settings.seed)
     policy = models.load_trainable(settings, checkpoint)
     parameters = models.trainable(policy.model)

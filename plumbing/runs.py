@@ -67,17 +67,9 @@ def git_commit():
         return None
 
 
-def provenance(origin, settings, prompt, **more):
-    """What a report depends on: also the SHA-256 of its files, the prompt, versions.
-
-    origin: {"model", "adapter", "files": {name: path}, ...}. settings: {name: value} of a rollout.
-    """
-    record = {key: value for key, value in origin.items() if key != "files"} | origin["files"]
-    for name, path in origin["files"].items():
-        content = Path(files.locate(path)).read_bytes()
-        record[f"{name}_sha256"] = hashlib.sha256(content).hexdigest()
-    fixed = {"prompt": prompt, "normaliser": "reward.normalize_answer", "versions": versions()}
-    return record | settings | more | fixed
+def sha256(path):
+    """The SHA-256 of a file, in hexadecimal. Raises OSError."""
+    return hashlib.sha256(Path(files.locate(path)).read_bytes()).hexdigest()
 
 
 def save_checkpoint(model, optimizer, step, place):

@@ -18,7 +18,8 @@ KINDS = {"question": ("1", 3), "gold": ("1", 1), "think": ("2", 3), "invalid": (
 KINDS |= {"search": ("36", 1), "passage": ("90", 1), "right": ("32", 2), "wrong": ("33", 2)}
 KINDS |= {"reward": ("35", 1), "verdict": ("1", 1)}
 RULE = "\n\n" + "-" * 60 + "\n\n"
-NAMES = ("hops", "hard", "id", "em", "f1", "t_c", "reward", "search_depth", "stop", "verdict")
+NAMES = ("hops", "hard", "id", "em", "f1", "t_c", "reward", "search_depth", "stop")
+NAMES += ("tokens", "verdict")
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
 OPERATORS |= {">": operator.gt, ">=": operator.ge}
 VALUE = r"""-?\d+(?:\.\d+)?|'[^']*'|"[^"]*"|True|False|None"""
@@ -170,7 +171,7 @@ def choose(pairs, where=None):
     for t, score in pairs:
         names = unknown | t.question["metadata"] | {"id": t.question["id"], "em": score.em}
         names |= {"f1": score.f1, "t_c": score.t_c, "reward": score.total, "stop": t.stop}
-        names |= {"search_depth": t.search_depth, "verdict": verdict(t, score)}
+        names |= {"search_depth": t.search_depth, "tokens": t.tokens, "verdict": verdict(t, score)}
         if where is None or holds(where, names):
             chosen.append((t, score))
     check(chosen, "no trajectory", f"none with {where}" if where else "there is none to show")

@@ -1,0 +1,104 @@
+"""What eval.py prints, draws and writes; and which of its options go together."""
+
+from pathlib import Path
+
+from plumbing import compare, figures, page, show, tables
+from plumbing.files import check as ensure
+from plumbing.files import check_writable, on_failure, read_json, write_json
+from plumbing.runs import HELD_OUT
+
+
+def check(args):
+    """Refuse options that cannot work or do not go together. Raises DataError."""
+    ways = ("compare", "curves", "ask", "trajectories")
+    given = [f"--{name}" for name in ways if getattr(args, name) is not None]
+    ensure(len(given) < 2, " ".join(given), "one way of looking at a time")
+    greedy = args.samples > 1 and args.temperature == 0
+    ensure(not greedy, f"--samples {args.samples}", "needs a --temperature above 0")
+    ensure(not args.where or args.show or args.html, "--where", "is for --show N or --html")
+    ensure(not args.gold or args.ask, "--gold", "is for --ask")
+    ensure(args.ask is None or args.ask.strip(), "--ask", "the question is blank")
+    figures.check_ending("--figure", args.figure)
+    for name in ("out", "html", "figure"):
+        check_writable(f"--{name}", getattr(args, name))
+
+
+def check_names(args, questions):
+    """Refuse a --where or --by that speaks of what no question has. Raises DataError."""
+    known = {key for question in questions for key in question["metadata"]}
+    for key in args.by or []:
+        ensure(key in known, f"--by {key}", "no question has it in its metadata")
+    if args.where:
+        show.holds(args.where, dict.fromkeys({*known, *show.NAMES}))
+
+
+def save_reports(args, reports, out, saved, is_own):
+    """Print {depth: R}, add it to what `out` has `saved`, and return it as sections of a page.
+
+    is_own: `out` is a run's eval.json, which holds "before" and "after" training too.
+    """
+    name, decoding = Path(args.run or args.model).name, "sampled" if args.temperature else "greedy"
+    if args.force_depth:
+        write_json(out, saved | {"forced": reports})
+        print(f"{tables.as_text(tables.forced_rows(reports))}\nreport: {out}")
+        figure = args.figure or out.with_name("forced_depth.png")
+        figures.plot_forced(reports, figure, name)
+        print(f"figure: {figure}")
+        return page.forced(reports, name)
+    result = reports["None"]
+    new = {"eval": saved.get("eval", {}) | {decoding: result}} if is_own else {decoding: result}
+    write_json(out, saved | new)
+    print(f"{tables.report_table(result)}\nreport: {out}")
+    return page.report(result, f"{result['n']} questions, {decoding}")
+
+
+def saved_sections(args, result):
+    """Sections of a page: of the report on saved trajectories, or of all that a run has saved."""
+    if result is None:
+        return page.run(args.run) if args.html else []
+    print(tables.report_table(result))
+    return page.report(result, f"{result['n']} questions")
+
+
+def show_trajectories(args, pairs, sections):
+    """Print --show trajectories of those that --where chooses, from all over, and write the page."""
+    if args.show or args.html:
+        chosen = show.spread(show.choose(pairs, args.where), args.show or 10)
+        if args.show:
+            print("\n" + show.RULE.join(show.render_trajectory(*pair) for pair in chosen))
+        if args.html:
+            title = Path(args.run or args.trajectories or args.model).name
+            page.write(args.html, title, [*sections, page.trajectories(chosen)])
+
+
+def compare_runs(args, read_trajectories):
+    """`--compare` and `--curves`: tables, figures, the case study, a page."""
+    run_dirs = args.compare or args.curves
+    default = Path(run_dirs[0]).parent / ("compare.png" if args.compare else "curves.png")
+    figure = args.figure or default
+    with on_failure(f"{', '.join(run_dirs)}: a damaged file"):
+        if args.curves:
+            figures.plot_curves(run_dirs, figure)
+            return print(figure)
+        arms, forced = compare.load_arms(run_dirs), None
+        for path in (
+            [args.reference] if args.reference else [f"{run}/eval.json" for run in run_dirs]
+        ):
+            forced = forced or read_json(path).get("forced")
+        missing = args.reference and not forced
+        ensure(not missing, f"--reference {args.reference}", "no report of --force_depth")
+        print(tables.as_text(compare.compare_rows(arms)))
+        figures.plot_compare(arms, figure, forced)
+        print(figure)
+        cases = {}
+        if args.show or all((Path(run) / HELD_OUT).exists() for run in run_dirs):
+            cases = compare.side_by_side(run_dirs, read_trajectories, args.show or 3, args.where)
+        for pairs in zip(*cases.values()) if args.show else ():
+            texts = [show.render_trajectory(*pair) for pair in pairs]
+            texts = [f"{name}\n\n{text}" for name, text in zip(cases, texts)]
+            print(show.RULE.join(["", *texts]))
+        if args.html:
+            drawn = page.figure("Accuracy against depth", figures.plot_compare, arms, forced)
+            rows = compare.compare_rows(arms)
+            sections = [drawn, page.table(rows, "Mean and standard deviation over seeds")]
+            page.write(args.html, "Comparison", sections + ([page.cases(cases)] if cases else []))
