@@ -7,7 +7,7 @@
     python eval.py --run runs/NAME --html page.html           # tables, figures, trajectories
     python eval.py --compare runs/A runs/B [--html page.html] # side by side, from what they saved
     python eval.py --curves runs/A runs/B                     # training curves
-    python eval.py --run runs/NAME --ask "Which river ...?"   # watch it answer
+    python eval.py --run runs/NAME --ask "Which river ...?"   # one trajectory
 
 SD, search depth, is the mean number of executed searches; SE, search efficiency, is EM / SD; OSR,
 over-search ratio, the share of questions with a right self-answer after a search before the last
@@ -66,8 +66,18 @@ def search_efficiency(em, sd):
     return em / sd if sd else None
 
 
+def search_depth(trajectories):
+    """SD = mean number of executed searches."""
+    return stats.mean(trajectory.search_depth for trajectory in trajectories)
+
+
+def over_search_ratio(trajectories):
+    """OSR = share with a right self-answer after a search before the last one."""
+    return stats.mean(map(over_searched, trajectories))
+
+
 def over_searched(trajectory):
-    """Whether a self-answer was right after a search before the last one; OSR is the mean of this."""
+    """Whether a self-answer was right after a search before the last one."""
     searches = [turn for turn in trajectory.turns if turn.searched]
     return any(is_right(turn.self_answer, trajectory) for turn in searches[:-1])
 
@@ -91,14 +101,13 @@ def mean_metrics(trajectories):
         at_0 = trajectory.search_depth > 0 and is_right(trajectory.self_answer_0, trajectory)
         over_t0.append(at_0 or over_searched(trajectory))
         valid += reward.valid_steps(trajectory.steps)
-    em = stats.mean(map(final_em, trajectories))
-    sd = stats.mean(trajectory.search_depth for trajectory in trajectories)
+    em, sd = stats.mean(map(final_em, trajectories)), search_depth(trajectories)
     return {
         "em": em,
         "f1": stats.mean(f1s),
         "sd": sd,
         "se": search_efficiency(em, sd),
-        "osr": stats.mean(map(over_searched, trajectories)),
+        "osr": over_search_ratio(trajectories),
         "osr_t0": stats.mean(over_t0),
         "valid_action_ratio": sum(valid) / max(1, len(valid)),
         "tokens": stats.mean(trajectory.tokens for trajectory in trajectories),
@@ -110,18 +119,17 @@ def group_report(trajectories, seed):
     """The metrics of a group, with 95% intervals; `n` counts questions, `trajectories` samples."""
     questions = [(t.question["id"], t.question["question"]) for t in trajectories]
     ems, depths = map(final_em, trajectories), [t.search_depth for t in trajectories]
-    em_interval = stats.bootstrap(questions, list(ems), seed)
-    sd_interval = stats.bootstrap(questions, depths, seed)
+    intervals = {"em": stats.bootstrap(questions, list(ems), seed)}
+    intervals["sd"] = stats.bootstrap(questions, depths, seed)
     counts = {"n": len(set(questions)), "trajectories": len(trajectories)}
-    return mean_metrics(trajectories) | counts | {"ci": {"em": em_interval, "sd": sd_interval}}
+    return mean_metrics(trajectories) | counts | {"ci": intervals}
 
 
 def report(trajectories, settings=None, by=("hops",), seed=0):
     """All metrics of a list of Trajectory, overall and per group: the R of `eval.json`.
 
     `by` names metadata keys; under "hops" the questions with metadata.hard stand apart as "hard".
-    Raises DataError when there is no trajectory.
-    """
+    Raises DataError when there is no trajectory."""
     files.check(trajectories, "no report", "there is no trajectory to report on")
     result = group_report(trajectories, seed) | {"by": {}}
     for key in by:
@@ -139,8 +147,7 @@ def depth_against_need(trajectories):
 
     {"matrix": {needed: {made: count}}, "spearman", "under", "exact", "over" (shares), "needless"
     (mean searches beyond the need), "n"}, or None where no hops are known. Hard questions need an
-    unknown number: they are a row "hard" of the matrix.
-    """
+    unknown number: they are a row "hard" of the matrix."""
     pairs = [(data.group_of(t.question, "hops"), t.search_depth) for t in trajectories]
     needs = [int(need) for need, _ in pairs if need.isdecimal()]
     depths = [made for need, made in pairs if need.isdecimal()]
@@ -150,15 +157,9 @@ def depth_against_need(trajectories):
     for need in data.sorted_groups(need for need, _ in pairs if need != "unknown"):
         matrix[need] = {str(made): pairs.count((need, made)) for made in columns}
     extra = np.array(depths) - np.array(needs)
-    return {
-        "matrix": matrix,
-        "spearman": stats.spearman(needs, depths),
-        "n": len(needs),
-        "under": stats.mean(extra < 0),
-        "exact": stats.mean(extra == 0),
-        "over": stats.mean(extra > 0),
-        "needless": stats.mean(extra.clip(min=0)),
-    }
+    result = {"matrix": matrix, "spearman": stats.spearman(needs, depths), "n": len(needs)}
+    result |= {"under": stats.mean(extra < 0), "exact": stats.mean(extra == 0)}
+    return result | {"over": stats.mean(extra > 0), "needless": stats.mean(extra.clip(min=0))}
 
 
 # Evaluating
@@ -168,8 +169,7 @@ def evaluate(policy, task, settings, sampling, batch_size=32):
     """Roll out all questions in order: the trajectories, those of a question side by side.
 
     Self-answers are asked for the metrics alone. Greedy results do not depend on `batch_size`;
-    sampled ones do, because the rows of a batch draw from one random stream.
-    """
+    sampled ones do, because the rows of a batch draw from one random stream."""
     trajectories, starts = [], range(0, len(task.questions), batch_size)
     for start in tqdm(starts, "evaluation", leave=False, disable=None):
         questions = task.questions[start : start + batch_size]
@@ -194,23 +194,23 @@ def held_out_reward(policy, held_out, settings, weights):
 def measure(policy, held_out, settings, run, moment):
     """Write the reports of a moment ("before" or "after" training) into eval.json, once.
 
-    Returns what the file then holds: {moment: {"sampled": R, "greedy": R}}.
-    """
+    Returns what the file then holds: {moment: {"sampled": R, "greedy": R}}."""
     path = run / "eval.json"
     results = files.read_json(path) if path.exists() else {}
     if not held_out.questions or moment in results:
         return results
-    origin = {"model": settings.model, "adapter": None, "load_in_4bit": settings.load_in_4bit}
-    origin |= {"adapter": str(run / "adapter")} if moment == "after" else {}
-    origin |= {"retriever": settings.retriever_url or "BM25"}
-    corpus = {} if settings.retriever_url else {"corpus": settings.eval_corpus}
+    adapter, url = str(run / "adapter") if moment == "after" else None, settings.retriever_url
+    origin = {"model": settings.model, "adapter": adapter, "retriever": url or "BM25"}
+    paths = {"questions": settings.eval_questions} | (
+        {} if url else {"corpus": settings.eval_corpus}
+    )
     results[moment] = {}
     for decoding, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        sampling = Sampling(temperature=temperature, seed=settings.seed)
+        how = Sampling(temperature=temperature, seed=settings.seed)
         with models.inference_weights(policy.model):
-            trajectories = evaluate(policy, held_out, settings, sampling, settings.eval_batch_size)
-        origin |= {"temperature": temperature, "seed": settings.seed}
-        paths = {"questions": settings.eval_questions, **corpus}
+            trajectories = evaluate(policy, held_out, settings, how, settings.eval_batch_size)
+        origin |= {"temperature": temperature, "seed": how.seed}
+        origin["load_in_4bit"] = settings.load_in_4bit
         results[moment][decoding] = report(trajectories, provenance(origin, paths, settings))
     if moment == "after":  # the last ones, greedy
         save_trajectories(run / runs.HELD_OUT, [(t, t.score()) for t in trajectories])
@@ -233,7 +233,7 @@ def provenance(origin, paths, settings):
 def save_trajectories(path, pairs):
     """Write [(Trajectory, Score)] as JSONL."""
     rows = [{**trajectory.to_dict(), "score": asdict(score)} for trajectory, score in pairs]
-    files.write_text(path, "".join(map(files.json_line, rows)))
+    files.write_jsonl(path, rows)
 
 
 def read_trajectories(path):
@@ -310,16 +310,16 @@ def look_at_saved(args, path):
         if args.trajectories or not args.run:
             trajectories, by = [trajectory for trajectory, _ in pairs], args.by or ["hops"]
             result = report(trajectories, {"trajectories": str(path)}, by, args.seed)
-        look.show_trajectories(args, pairs, look.saved_sections(args, result))
+        latest = Path(path).name == logs.SAMPLES  # the end of training
+        look.show_trajectories(args, pairs, look.saved_sections(args, result), latest)
 
 
-def ask(policy, retriever, settings, question, golds=None, sampling=None):
-    """Answer one question before the reader's eyes, token by token; with `golds`, rewards follow."""
+def ask(policy, retriever, settings, question, golds, sampling):
+    """The trajectory of one question; its self-answers and rewards, where `golds` are known."""
     row = {"id": "asked", "question": question, "golden_answers": golds or [], "metadata": {}}
-    sampling = replace(sampling or Sampling(temperature=0.0), self_answers=bool(golds))
-    watch = show.Watcher()
-    (trajectory,) = rollout(policy, [row], retriever, settings, sampling, on_text=watch)
-    show.print_outcome(trajectory, trajectory.score() if golds else None)
+    sampling = replace(sampling, self_answers=bool(golds))
+    (trajectory,) = rollout(policy, [row], retriever, settings, sampling)
+    print(show.render_trajectory(trajectory, trajectory.score()))
 
 
 def main(arguments=None):

@@ -26,18 +26,15 @@ from rank_bm25 import BM25Okapi
 from plumbing import data, files, indexes, search_http
 
 CACHED_QUERIES = 10_000
-# Accents (as NFKD sets them apart), soft hyphens, joiners, direction marks. The vowel signs of Indian
-# and South-East Asian scripts are no accents. Chinese and Japanese have no spaces: each character is
-# a word.
+# Accents (as NFKD sets them apart), soft hyphens, joiners, direction marks. Vowel signs of Indian and
+# South-East Asian scripts are letters; each Chinese or Japanese character is a word.
 DROPPED = re.compile("[\u0300-\u036f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 LETTER = r"[^\W_\u3040-\u30ff\u3400-\u9fff]|[\u0900-\u0963\u0966-\u0eff]"
 WORDS = re.compile(rf"[\u3040-\u30ff\u3400-\u9fff]|(?:{LETTER})+")
 
 
 def tokenise(text):
-    """Words of a text: NFKD, case folded, accents dropped, split at all that is no letter or digit.
-
-    So "Beyoncé" composed, decomposed and unaccented are one word; "ø", which has no accent, stays.
+    """Words of a text: NFKD, case folded, accents dropped, split at what is no letter or digit.
 
     >>> tokenise("Beyoncé's 2nd-best SONG")
     ['beyonce', 's', '2nd', 'best', 'song']
@@ -102,9 +99,7 @@ class BM25:
                 # Faster than `scores[...] += ...`
                 np.add.at(scores, index.where[span], index.weight[span])
         kth = np.partition(scores, -k)[-k] if k < len(scores) else 0.0
-        found = np.flatnonzero(
-            (scores >= kth) & (scores > 0)
-        )  # ties with the k-th stay in, to sort
+        found = np.flatnonzero((scores >= kth) & (scores > 0))  # with ties, for the sort
         best = found[np.argsort(-scores[found], kind="stable")][:k]
         top = [(int(i), float(scores[i])) for i in best]
         if len(self.cache) >= CACHED_QUERIES:
@@ -116,8 +111,7 @@ class BM25:
         """The best passages, best first: list (per query) of up to k {"id", "title", "text", "score"}.
 
         Ties are in corpus order; a query without a known word gets []. Raises TypeError where
-        `queries` is no list of strings, ValueError for k < 1.
-        """
+        `queries` is no list of strings, ValueError for k < 1."""
         data.check_queries(queries, k)
         found = []
         for query in queries:
@@ -137,10 +131,7 @@ class BM25:
 
 
 def open_retriever(corpus, url=None):
-    """The search server at `url`, or a BM25 over a corpus file or an index (.npz) of one.
-
-    Raises DataError.
-    """
+    """The server at `url`, or a BM25 over a corpus file or its index (.npz). Raises DataError."""
     if url:
         return search_http.SearchClient(url)
     path = files.locate(corpus)
@@ -156,8 +147,7 @@ def recall(retriever, questions, ks=(3, 5)):
     """{k: recall@k}: the share of a question's supporting titles among the first k passages' titles.
 
     The query is the plain question; a mean over the questions that name such titles. Raises
-    DataError where none does.
-    """
+    DataError where none does."""
     questions = [q for q in questions if q["metadata"].get("supporting_titles")]
     files.check(questions, "no recall", "no question has supporting_titles in its metadata")
     results = retriever.search([q["question"] for q in questions], max(ks))
@@ -173,7 +163,7 @@ def recall(retriever, questions, ks=(3, 5)):
 # The command line
 
 
-def parse(arguments):
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--corpus", help="JSONL file of passages")
@@ -183,11 +173,8 @@ def parse(arguments):
     parser.add_argument("--serve", action="store_true", help="answer POST /retrieve until stopped")
     parser.add_argument("--host", default="127.0.0.1", help="for --serve (default: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="for --serve (default: 8000)")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
-
-def main(arguments=None):
-    args = parse(arguments)
     questions = data.load_questions(args.questions) if args.questions else []
     retriever = BM25.load(args.load_index) if args.load_index else open_retriever(args.corpus)
     print(f"{len(retriever.passages)} passages, {len(retriever.index.words)} different words")

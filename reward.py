@@ -178,8 +178,7 @@ def is_repeat(query, earlier_queries, threshold=PAPER.repeat_cosine):
     """Whether a query repeats an earlier one: cosine of their TF-IDF vectors above `threshold`.
 
     As in the released code, a query that normalises to nothing repeats any other, as does one when
-    none has a usable token; an earlier "nothing" is compared as the word "none".
-    """
+    none has a usable token; an earlier "nothing" is compared as the word "none"."""
     if not earlier_queries:
         return False
     texts = [normalize_answer(text, keep_lone_articles=False) for text in [query, *earlier_queries]]

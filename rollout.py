@@ -15,7 +15,6 @@ import re
 import time
 import unicodedata
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -50,25 +49,16 @@ SELF_ANSWER_ENDS = re.compile("</answer>")
 class RolloutSettings:
     """What a rollout depends on besides policy, question and corpus. Lengths are in tokens."""
 
-    max_searches: int = setting(
-        4, "searches that run at most; one more turn follows to answer", low=1
-    )
+    max_searches: int = setting(4, "searches at most; one more turn follows to answer", low=1)
     topk: int = setting(3, "passages that a search brings", low=1)
     max_turn_tokens: int = setting(48, "longest turn of the policy", low=1)
     max_self_answer_tokens: int = setting(40, "longest self-answer", low=1)
-    max_context: int = setting(
-        768, "longest prompt plus trajectory; beyond it ends truncated", low=1
-    )
+    max_context: int = setting(768, "longest prompt plus trajectory; then it is truncated", low=1)
     max_passage_chars: int = setting(600, "a longer passage is cut, in characters", low=1)
     max_query_chars: int = setting(200, "a longer query is cut, in characters", low=1)
-    prompt_style: Literal["auto", "chat", "plain"] = setting(
-        "auto", "by the model's chat template, as plain text, or by the template where there is one"
-    )
+    prompt_style: Literal["auto", "chat", "plain"] = setting("auto", "auto: chat template if any")
     system_prompt: str | None = setting(None, "file whose text replaces the built-in instructions")
-    self_answer: Literal["branch", "separate"] = setting(
-        "branch",
-        "how self-answers are asked for: on a branch of the cache, or in a prompt of its own",
-    )
+    self_answer: Literal["branch", "separate"] = setting("branch", "where: on the cache, or anew")
 
 
 @dataclass
@@ -148,55 +138,41 @@ class Trajectory:
     def score(self, weights=reward.PAPER):
         """`reward.score` of its steps and of the self-answers asked after them."""
         extract = reward.released_self_answer if weights.released else reward.extract_self_answer
-        return reward.score(
-            self.steps or [""],
-            self.question["golden_answers"],
-            [extract(turn.self_answer) for turn in self.turns[:-1]],
-            weights,
-            self_answer_0=extract(self.self_answer_0),
-            passages=[turn.passages for turn in self.turns],
-            supporting_titles=self.question["metadata"].get("supporting_titles"),
-        )
+        steps, golds = self.steps or [""], self.question["golden_answers"]
+        self_answers = [extract(turn.self_answer) for turn in self.turns[:-1]]
+        evidence = {"self_answer_0": extract(self.self_answer_0)}
+        evidence["passages"] = [turn.passages for turn in self.turns]
+        evidence["supporting_titles"] = self.question["metadata"].get("supporting_titles")
+        return reward.score(steps, golds, self_answers, weights, **evidence)
 
     def to_dict(self):
         """JSON-ready, without token ids."""
-        return {
-            **self.question,
-            "stop": self.stop,
-            "search_depth": self.search_depth,
-            "tokens": self.tokens,
-            "seconds": round(self.seconds, 4),
-            "self_answer_0": self.self_answer_0,
-            "turns": [asdict(turn) for turn in self.turns],
-        }
+        row = {**self.question, "stop": self.stop, "search_depth": self.search_depth}
+        row |= {"tokens": self.tokens, "seconds": round(self.seconds, 4)}
+        turns = [asdict(turn) for turn in self.turns]
+        return row | {"self_answer_0": self.self_answer_0, "turns": turns}
 
     @classmethod
     def from_dict(cls, row):
         """The inverse of `to_dict`; token ids stay empty. Raises KeyError where a field is missing."""
-        return cls(
-            {key: row[key] for key in ("id", "question", "golden_answers", "metadata")},
-            [Turn(**turn) for turn in row["turns"]],
-            self_answer_0=row["self_answer_0"],
-            stop=row["stop"],
-            seconds=row["seconds"],
-            saved_tokens=row["tokens"],
-        )
+        question = {key: row[key] for key in ("id", "question", "golden_answers", "metadata")}
+        same = {key: row[key] for key in ("self_answer_0", "stop", "seconds")}
+        turns = [Turn(**turn) for turn in row["turns"]]
+        return cls(question, turns, saved_tokens=row["tokens"], **same)
 
 
 # The rollout
 
 
 @torch.inference_mode()
-def rollout(policy, questions, retriever, settings, sampling=None, clock=None, on_text=None):
+def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
     """Play `sampling.num_generations` trajectories per question, all at once.
 
     policy: `models.Policy` in eval mode. questions: dicts as `data.load_questions` gives them.
     retriever: anything with `search(queries, k)`. settings: RolloutSettings. clock: `logs.Clock`, to
-    which seconds of rollout, self_answer and search are added. on_text: called with ("turn",
-    "observation" or "self_answer", text so far) as the first trajectory grows. Self-answers have a
-    random stream of their own and never change a trajectory. Returns the trajectories in question
-    order, groups together. Raises DataError if a prompt leaves no room for a turn.
-    """
+    which seconds of rollout, self_answer and search are added. Self-answers have a random stream of
+    their own and never change a trajectory. Returns the trajectories in question order, groups
+    together. Raises DataError if a prompt leaves no room for a turn."""
     sampling, clock, start = sampling or Sampling(), clock or logs.Clock(), time.perf_counter()
     if sampling.force_depth is not None:
         settings = replace(settings, max_searches=sampling.force_depth)
@@ -210,13 +186,13 @@ def rollout(policy, questions, retriever, settings, sampling=None, clock=None, o
     with clock("rollout"):
         batch, logits = generation.CachedBatch.start(policy, [t.prompt_ids for t in live[::G]], G)
     if sampling.self_answers and sampling.ask_before_search:
-        ask_self_answers(batch, live, settings, self_sampler, clock, on_text)
+        ask_self_answers(batch, live, settings, self_sampler, clock)
 
     for turns_left in reversed(range(settings.max_searches + 1)):
         # Act: the policy thinks, then searches or answers
         with clock("rollout"):
             if sampling.force_depth is None:
-                written = write_turns(batch, logits, settings, sampler, on_text)
+                written = write_turns(batch, logits, settings, sampler)
             elif turns_left > 0:
                 written = generation.force_search(batch, logits, settings.max_turn_tokens, sampler)
             else:
@@ -240,12 +216,10 @@ def rollout(policy, questions, retriever, settings, sampling=None, clock=None, o
             logits = batch.append(shown_ids)
         for trajectory, ids in zip(live, shown_ids):
             trajectory.append(ids, sampled=False)
-        if on_text:
-            on_text("observation", shown(live[0].turns[-1]))
 
         # Self-answer: what would the policy answer now, after its search?
         if sampling.self_answers and any(t.turns[-1].searched for t in live):
-            ask_self_answers(batch, live, settings, self_sampler, clock, on_text)
+            ask_self_answers(batch, live, settings, self_sampler, clock)
 
     for trajectory in trajectories:
         trajectory.seconds = (time.perf_counter() - start) / len(trajectories)
@@ -258,19 +232,17 @@ def start_trajectories(tokenizer, questions, settings, sampling):
     if sampling.force_depth is not None:
         system_prompt += FORCED.format(depth=sampling.force_depth)
     for question in questions:
-        prompt = prompts.encode_prompt(
-            tokenizer, question["question"], system_prompt, settings.prompt_style
-        )
+        text, style = question["question"], settings.prompt_style
+        prompt = prompts.encode_prompt(tokenizer, text, system_prompt, style)
         prompts.check_room(question, prompt, settings)
         for _ in range(sampling.num_generations):
             trajectories.append(Trajectory(question, prompt_ids=prompt))
     return trajectories
 
 
-def write_turns(batch, logits, settings, sampler, on_text=None):
+def write_turns(batch, logits, settings, sampler):
     """Sample a turn of every live trajectory: a list of `generation.Written`."""
-    watch = partial(on_text, "turn") if on_text else None
-    turns = batch.write(logits, settings.max_turn_tokens, TURN_ENDS, sampler, watch)
+    turns = batch.write(logits, settings.max_turn_tokens, TURN_ENDS, sampler)
     return [generation.Written(batch.decode(ids), [(ids, True)]) for ids in turns]
 
 
@@ -285,10 +257,9 @@ def force_answer(batch, settings, sampler):
     return written
 
 
-def ask_self_answers(batch, live, settings, sampler, clock, on_text=None):
+def ask_self_answers(batch, live, settings, sampler, clock):
     """What would the policy answer now? Noted in the last turn, if it searched, or at t = 0."""
-    watch = partial(on_text, "self_answer") if on_text else None
-    how = settings.max_self_answer_tokens, SELF_ANSWER_ENDS, sampler, watch
+    how = settings.max_self_answer_tokens, SELF_ANSWER_ENDS, sampler
     with clock("self_answer"):
         if settings.self_answer == "branch":
             probe = encode(batch.policy.tokenizer, PROBE)
@@ -369,9 +340,8 @@ def shown(turn):
 
 def system_prompt_of(settings):
     """The instructions: the built-in ones or the text of the file --system_prompt. Raises DataError."""
-    if settings.system_prompt is None:
-        return SYSTEM_PROMPT
-    return prompts.read_instructions(settings.system_prompt)
+    path = settings.system_prompt
+    return prompts.read_instructions(path) if path else SYSTEM_PROMPT
 
 
 def separate_prompt(tokenizer, trajectory, prompt_style):

@@ -55,8 +55,7 @@ def train(policy, optimizer, task, held_out, settings, run, first_step):
     """The loop: questions -> rollouts -> rewards -> advantages -> loss -> update.
 
     task, held_out: `data.Task`. run: its folder. Raises KeyboardInterrupt when a signal to stop has
-    been obeyed.
-    """
+    been obeyed."""
     model, G, weights = policy.model, settings.num_generations, reward_weights(settings)
     log = logs.Logbook(run, settings, first_step)
     with runs.stop_signals() as stop:
@@ -110,8 +109,7 @@ def reward_weights(settings):
 def total_rewards(scores, trajectories):
     """Total rewards (N,). Raises DataError for one that is not finite, and says whose.
 
-    Sums that are equal on paper may differ in the last bit: a group must not learn from that.
-    """
+    Sums that are equal on paper may differ in the last bit: a group must not learn from that."""
     for score, trajectory in zip(scores, trajectories):
         where = f"reward {score.total} for question {trajectory.question['id']}"
         files.check(math.isfinite(score.total), where, trajectory.steps)
@@ -143,8 +141,7 @@ def all_equal(groups):
 def update(model, optimizer, trajectories, advantages, learning_rate, settings):
     """`num_iterations` clipped GRPO updates on one batch. Returns means of loss, entropy, ...
 
-    An update whose loss or gradient is not finite is skipped and counted.
-    """
+    An update whose loss or gradient is not finite is skipped and counted."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     size = settings.micro_batch_size
@@ -173,8 +170,7 @@ def make_micro_batches(trajectories, advantages, size, device):
     """Sort trajectories by length, so that little is padding, and pad each micro-batch on the right.
 
     Causal attention then needs no mask: no token sees what follows it. Returns dicts of input_ids
-    and completion_mask (B, T), T = prompt and completion, and advantages (B,).
-    """
+    and completion_mask (B, T), T = prompt and completion, and advantages (B,)."""
     order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i]))
     batches = []
     for start in range(0, len(order), size):
@@ -206,8 +202,7 @@ def micro_batch_loss(model, batch, settings):
 def per_token_logps(model, batch, temperature):
     """Log-probability of each sampled token and the entropy there: two (B, T), 0 elsewhere.
 
-    Logits are computed at the sampled positions only: no (B, T, V) tensor is ever made.
-    """
+    Logits are computed at the sampled positions only: no (B, T, V) tensor is ever made."""
     mask = batch["completion_mask"].bool()  # (B, T)
     causal_lm = model.get_base_model()  # the adapter is inside its layers
     output = causal_lm.base_model(input_ids=batch["input_ids"], use_cache=False)
@@ -234,8 +229,7 @@ def grpo_loss(per_token_logps, batch, epsilon, beta):
 
     per_token_logps: (B, T). batch: completion_mask (B, T), advantages (B,), old_per_token_logps
     and, if beta > 0, ref_per_token_logps (B, T). Returns (loss, {"clip_ratio", "kl"}), sums.
-    Masked before `exp`: what stands at a masked position cannot reach the gradient.
-    """
+    Masked before `exp`: what stands at a masked position cannot reach the gradient."""
     mask = batch["completion_mask"].bool()
     advantages = batch["advantages"][:, None]  # (B, 1)
     log_ratio = (per_token_logps - batch["old_per_token_logps"]).masked_fill(~mask, 0.0)
@@ -272,8 +266,7 @@ def step_metrics(trajectories, scores, rewards, settings):
 def load_tasks(settings, checkpoint):
     """The Tasks to train on and to evaluate on, the latter without questions if there are none.
 
-    Refuses with a DataError what cannot be used, before any weights are loaded.
-    """
+    Refuses with a DataError what cannot be used, before any weights are loaded."""
     weights, path = reward_weights(settings), files.locate(settings.model)
     questions, held_out = data.load_questions(settings.questions), []
     if settings.eval_questions:
@@ -296,8 +289,7 @@ def load_tasks(settings, checkpoint):
 def dry_run(policy, optimizer, task, held_out, settings):
     """One ordinary step on the longest questions at the greatest depth, and an evaluation batch.
 
-    Prints the seconds of each, and the peak memory until its end.
-    """
+    Prints the seconds of each, and the peak memory until its end."""
     questions = sorted(task.questions, key=lambda question: -len(question["question"]))
     questions = questions[: settings.num_questions]
     sampling = Sampling(settings.num_generations, force_depth=settings.max_searches)

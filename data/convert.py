@@ -1,16 +1,21 @@
-"""Turn public question sets into the project's two JSONL files: the questions, and a corpus of all their paragraphs.
+"""Turn public question sets into the project's two JSONL files: questions, a corpus of paragraphs.
 
-    python data/convert.py hotpotqa hotpot_dev_distractor_v1.json   # -> data/hotpotqa/hotpot_dev_distractor_v1.jsonl
-    python data/convert.py 2wiki dev.json                           #    and ..._corpus.jsonl; --out: elsewhere
+    # -> data/hotpotqa/hotpot_dev_distractor_v1.jsonl and ..._corpus.jsonl; --out: elsewhere
+    python data/convert.py hotpotqa hotpot_dev_distractor_v1.json
+    python data/convert.py 2wiki dev.json
     python data/convert.py musique musique_ans_v1.0_dev.jsonl --out data/musique/dev
-    python data/convert.py flashrag nq_test.jsonl                   # NQ, TriviaQA, PopQA, Bamboogle: questions alone
-    python data/convert.py hotpotqa --download train dev            # fetch the public files, then convert each
-    python data/convert.py hotpotqa my.json --dev 500 --limit 5000  # of one file 4,500 to train on and 500 held out
+    # NQ, TriviaQA, PopQA, Bamboogle: questions alone
+    python data/convert.py flashrag nq_test.jsonl
+    # Fetch the public files, then convert each
+    python data/convert.py hotpotqa --download train dev
+    # Of one file 4,500 to train on and 500 held out
+    python data/convert.py hotpotqa my.json --dev 500 --limit 5000
 
-A question keeps what its set says of it, as metadata: `supporting_titles`, `type`, `level` and `hops` (HotpotQA: the
-number of supporting titles, 2; 2WikiMultiHopQA: by type, bridge_comparison 4, else 2; MuSiQue: the length of the
-decomposition). The corpus holds each paragraph once (same title and text), numbered in order of appearance, texts as
-they stand (HotpotQA writes "&amp;" in titles). FlashRAG's and Search-R1's corpora need no conversion.
+A question keeps what its set says of it, as metadata: `supporting_titles`, `type`, `level` and
+`hops` (HotpotQA: the number of supporting titles, 2; 2WikiMultiHopQA: by type, bridge_comparison 4,
+else 2; MuSiQue: the length of the decomposition). The corpus holds each paragraph once (same title
+and text), numbered in order of appearance, texts as they stand (HotpotQA writes "&amp;" in titles).
+FlashRAG's and Search-R1's corpora need no conversion.
 """
 
 import argparse
@@ -26,7 +31,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from download import PUBLIC, download  # noqa: E402
 
-from retriever import DataError, error_line, is_blank, read_jsonl  # noqa: E402
+from plumbing.data import is_blank  # noqa: E402
+from plumbing.files import DataError, error_line, read_jsonl  # noqa: E402
 
 # Reading: yield (where, item) for every item of a file
 
@@ -40,18 +46,25 @@ def first_byte(path):
 
 
 def read_array(path):
-    """Yield ("file, item n", item) of a file that is one JSON array of objects. Raises DataError."""
+    """Yield ("file, item n", item) of a file with one JSON array of objects. Raises DataError."""
     if first_byte(path) == b"{":
-        raise DataError(f"{path}: one JSON array of questions is expected here, not objects (JSONL)")
+        raise DataError(
+            f"{path}: one JSON array of questions is expected here, not objects (JSONL)"
+        )
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
         items = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
-    except (OSError, ValueError, RecursionError) as error:  # no UTF-8, thousands of digits or brackets
+        raise DataError(
+            f"{path}, line {error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        # No UTF-8, thousands of digits or brackets
         raise DataError(f"{path}: {error}") from None
     if not isinstance(items, list):
-        raise DataError(f"{path}: one JSON array of questions is expected, got {type(items).__name__}")
+        raise DataError(
+            f"{path}: one JSON array of questions is expected, got {type(items).__name__}"
+        )
     may_be_broken = re.search(r"\\u[dD][89a-fA-F]", text) is not None
     del text
     for i, item in enumerate(items):
@@ -74,10 +87,12 @@ def read_lines(path):
     yield from read_jsonl(path)
 
 
-# Converting: an item becomes (question, [(title, text), ...]), the question None where the set calls it unanswerable
+# Converting: an item becomes (question, [(title, text), ...]), the question None where the set
+# calls it unanswerable
 
 KINDS = {str: "a string", list: "a list", dict: "an object", bool: "true or false"}
-HOPS_2WIKI = {"comparison": 2, "compositional": 2, "inference": 2, "bridge_comparison": 4}  # by type
+# By type
+HOPS_2WIKI = {"comparison": 2, "compositional": 2, "inference": 2, "bridge_comparison": 4}
 
 
 def field(item, key, kind, where, may_be_blank=False):
@@ -105,9 +120,16 @@ def one_line(title):
 
 
 def paragraphs_of(context, where, glue):
-    """[(title, text)] of [[title, [sentence, ...]], ...], the sentences joined by `glue`. Raises DataError."""
+    """[(title, text)] of [[title, [sentence, ...]], ...], the sentences joined by `glue`.
+    Raises DataError.
+    """
     for pair in context:
-        good = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
+        good = (
+            isinstance(pair, list)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], list)
+        )
         if not good or not all(isinstance(sentence, str) for sentence in pair[1]):
             raise DataError(f'{where}: "context" must be a list of [title, [sentence, ...]]')
     return [(one_line(title), glue.join(sentences)) for title, sentences in context]
@@ -115,7 +137,9 @@ def paragraphs_of(context, where, glue):
 
 def titles_of(facts, where):
     """The different titles of [[title, sentence number], ...] in order. Raises DataError."""
-    if not all(isinstance(fact, list) and len(fact) == 2 and isinstance(fact[0], str) for fact in facts):
+    if not all(
+        isinstance(fact, list) and len(fact) == 2 and isinstance(fact[0], str) for fact in facts
+    ):
         raise DataError(f'{where}: "supporting_facts" must be a list of [title, sentence number]')
     return list(dict.fromkeys(one_line(title) for title, _ in facts))
 
@@ -123,16 +147,24 @@ def titles_of(facts, where):
 def make_question(item, id_key, golden_answers, where, metadata):
     """A question as in the project's files; metadata that is None or an empty list is left out."""
     name = str(item[id_key]) if type(item.get(id_key)) is int else field(item, id_key, str, where)
-    return {"id": name, "question": field(item, "question", str, where), "golden_answers": golden_answers,
-            "metadata": {key: value for key, value in metadata.items() if value not in (None, [])}}  # fmt: skip
+    return {
+        "id": name,
+        "question": field(item, "question", str, where),
+        "golden_answers": golden_answers,
+        "metadata": {key: value for key, value in metadata.items() if value not in (None, [])},
+    }
 
 
 def from_hotpotqa(item, where, glue="", hops_by_type=None):
-    """HotpotQA's sentences bring their own blanks; a question needs as many hops as it has supporting titles."""
+    """HotpotQA's sentences bring their own blanks; a question needs as many hops as it has
+    supporting titles.
+    """
     titles, kind = titles_of(field(item, "supporting_facts", list, where), where), item.get("type")
     hops = (hops_by_type or {}).get(str(kind), len(titles)) or None
     metadata = {"hops": hops, "supporting_titles": titles, "type": kind, "level": item.get("level")}
-    question = make_question(item, "_id", [field(item, "answer", str, where, may_be_blank=True)], where, metadata)
+    question = make_question(
+        item, "_id", [field(item, "answer", str, where, may_be_blank=True)], where, metadata
+    )
     return question, paragraphs_of(field(item, "context", list, where), where, glue)
 
 
@@ -141,30 +173,48 @@ def from_2wiki(item, where):
 
 
 def from_musique(item, where):
-    """`supporting_titles` are in the order of the hops; two paragraphs of an item may have the same title."""
+    """`supporting_titles` are in the order of the hops; two paragraphs of an item may have the same
+    title.
+    """
     item = {"answerable": True, "answer_aliases": [], "question_decomposition": []} | item
     paragraphs, supporting = [], {}  # supporting: idx -> title
     for part in field(item, "paragraphs", list, where):
         if not isinstance(part, dict):
             raise DataError(f'{where}: "paragraphs" must be a list of objects')
-        title, text = (field(part, key, str, where, may_be_blank=True) for key in ("title", "paragraph_text"))
+        title, text = (
+            field(part, key, str, where, may_be_blank=True) for key in ("title", "paragraph_text")
+        )
         paragraphs.append((one_line(title), text))
         if field(part, "is_supporting", bool, where):
             supporting[str(part.get("idx"))] = one_line(title)
     if not field(item, "answerable", bool, where):
         return None, paragraphs
-    answers = [field(item, "answer", str, where, may_be_blank=True), *strings(item, "answer_aliases", where)]
+    answers = [
+        field(item, "answer", str, where, may_be_blank=True),
+        *strings(item, "answer_aliases", where),
+    ]
     steps = field(item, "question_decomposition", list, where)
-    hops_order = [str(step.get("paragraph_support_idx")) for step in steps if isinstance(step, dict)]
-    titles = [supporting[idx] for idx in dict.fromkeys([*hops_order, *supporting]) if idx in supporting]
-    prefix = re.match(r"(\d)hop\d?(?=__)", str(item.get("id")))  # 3hop1__... : three hops, in the first of two shapes
+    hops_order = [
+        str(step.get("paragraph_support_idx")) for step in steps if isinstance(step, dict)
+    ]
+    titles = [
+        supporting[idx] for idx in dict.fromkeys([*hops_order, *supporting]) if idx in supporting
+    ]
+    # 3hop1__... : three hops, in the first of two shapes
+    prefix = re.match(r"(\d)hop\d?(?=__)", str(item.get("id")))
     hops, kind = (int(prefix[1]), prefix[0]) if prefix else (None, None)
-    metadata = {"hops": len(steps) or hops, "supporting_titles": list(dict.fromkeys(titles)), "type": kind}
+    metadata = {
+        "hops": len(steps) or hops,
+        "supporting_titles": list(dict.fromkeys(titles)),
+        "type": kind,
+    }
     return make_question(item, "id", list(dict.fromkeys(answers)), where, metadata), paragraphs
 
 
 def rows_of(table):
-    """FlashRAG's {"title": [...], "sentences": [...]} as a list of pairs; None where the value is no such table."""
+    """FlashRAG's {"title": [...], "sentences": [...]} as a list of pairs; None where the value is
+    no such table.
+    """
     for key in ("sentences", "content", "sent_id"):
         columns = [table.get("title"), table.get(key)] if isinstance(table, dict) else [None]
         if all(isinstance(column, list) for column in columns):
@@ -173,32 +223,49 @@ def rows_of(table):
 
 
 def from_flashrag(item, where):
-    """Any of its sets. HotpotQA and 2Wiki bring paragraphs in the metadata, MuSiQue its decomposition, most nothing."""
+    """Any of its sets. HotpotQA and 2Wiki bring paragraphs in the metadata, MuSiQue its
+    decomposition, most nothing.
+    """
     if "contents" in item and "question" not in item:
-        raise DataError(f"{where}: this is a corpus, not questions; it is used as it is, with --corpus")
+        raise DataError(
+            f"{where}: this is a corpus, not questions; it is used as it is, with --corpus"
+        )
     single = isinstance(item.get("golden_answers"), str)
     answers = [item["golden_answers"]] if single else strings(item, "golden_answers", where)
     metadata = {} if item.get("metadata") is None else dict(field(item, "metadata", dict, where))
     context, facts = rows_of(metadata.get("context")), rows_of(metadata.get("supporting_facts"))
     glue = ""
     if context is not None:
-        glue = " " if "content" in metadata.pop("context") else ""  # 2Wiki's, whose sentences have no blanks
+        # 2Wiki's sentences have no blanks.
+        glue = " " if "content" in metadata.pop("context") else ""
     if facts is not None:
         del metadata["supporting_facts"]
         metadata.setdefault("supporting_titles", titles_of(facts, where))
-    titles = strings(metadata, "supporting_titles", where) if "supporting_titles" in metadata else []
+    titles = (
+        strings(metadata, "supporting_titles", where) if "supporting_titles" in metadata else []
+    )
     steps = metadata.get("question_decomposition")
-    hops = len(steps) if isinstance(steps, list) else HOPS_2WIKI.get(str(metadata.get("type")), len(titles))
+    hops = (
+        len(steps)
+        if isinstance(steps, list)
+        else HOPS_2WIKI.get(str(metadata.get("type")), len(titles))
+    )
     question = make_question(item, "id", answers, where, {"hops": hops or None} | metadata)
     return question, paragraphs_of(context or [], where, glue)
 
 
-SETS = {"hotpotqa": (read_array, from_hotpotqa), "2wiki": (read_array, from_2wiki),
-        "musique": (read_lines, from_musique), "flashrag": (read_lines, from_flashrag)}  # fmt: skip
+SETS = {
+    "hotpotqa": (read_array, from_hotpotqa),
+    "2wiki": (read_array, from_2wiki),
+    "musique": (read_lines, from_musique),
+    "flashrag": (read_lines, from_flashrag),
+}
 
 
 def load(name, files):
-    """All items of a set's files: ([(question or None, paragraphs)], remarks on those left out). Raises DataError."""
+    """All items of a set's files: ([(question or None, paragraphs)], remarks on those left out).
+    Raises DataError.
+    """
     read, convert = SETS[name]
     items, seen, left_out, known = [], {}, {}, {}
     for path in files:
@@ -211,19 +278,26 @@ def load(name, files):
                 question = None
             elif question["id"] in seen:
                 hint = "; convert the files one by one" if len(files) > 1 else ""
-                raise DataError(f"{where}: id {question['id'][:60]!r} was used before ({seen[question['id']]}){hint}")
+                raise DataError(
+                    f"{where}: id {question['id'][:60]!r} was used before "
+                    f"({seen[question['id']]}){hint}"
+                )
             else:
                 seen[question["id"]] = where
-            items.append((question, [known.setdefault(pair, pair) for pair in paragraphs]))  # repeats take no room
-    remarks = [f"{len(places)} questions left out, {why}: {places[0]}" + ", ..." * (len(places) > 1)
-               for why, places in left_out.items()]  # fmt: skip
+            # Repeats take no room.
+            items.append((question, [known.setdefault(pair, pair) for pair in paragraphs]))
+    remarks = [
+        f"{len(places)} questions left out, {why}: {places[0]}" + ", ..." * (len(places) > 1)
+        for why, places in left_out.items()
+    ]
     if not seen:
         raise DataError("; ".join([f"{files[0]}: there are no questions in it", *remarks]))
     return items, remarks
 
 
 def draw(items, limit, dev, seed):
-    """Which items to train on and which to hold out: two lists of indices, in the files' order. Raises DataError.
+    """Which items to train on and which to hold out: two lists of indices, in the files' order.
+    Raises DataError.
 
     They are drawn at random, because files may be sorted (MuSiQue's are, by hops).
     """
@@ -231,33 +305,51 @@ def draw(items, limit, dev, seed):
     random.Random(seed).shuffle(order)
     order = order[:limit]
     if dev >= len(order):
-        raise DataError(f"--dev {dev}: there are {len(order)} questions to draw from, and some must be left")
+        raise DataError(
+            f"--dev {dev}: there are {len(order)} questions to draw from, and some must be left"
+        )
     return sorted(order[dev:]), sorted(order[:dev])
 
 
 def make_corpus(pairs):
     """The passages of (title, text) pairs, each once and without those that have no text."""
     texts = [(title, text) for title, text in dict.fromkeys(pairs) if text.strip()]
-    return [{"id": str(i), "contents": f'"{title}"\n{text}'} for i, (title, text) in enumerate(texts)]
+    return [
+        {"id": str(i), "contents": f'"{title}"\n{text}'} for i, (title, text) in enumerate(texts)
+    ]
 
 
 def convert(name, files, limit=None, dev=0, seed=0):
-    """(training questions, held-out questions, passages, remarks) of a set's files. Raises DataError.
+    """(training questions, held-out questions, passages, remarks) of a set's files.
+    Raises DataError.
 
     The corpus holds all paragraphs of the files or, with a limit, those of the drawn questions.
     """
     items, remarks = load(name, files)
     training, held_out = draw(items, limit, dev, seed)
-    pairs = [pair for i in (sorted(training + held_out) if limit else range(len(items))) for pair in items[i][1]]
+    pairs = [
+        pair
+        for i in (sorted(training + held_out) if limit else range(len(items)))
+        for pair in items[i][1]
+    ]
     passages = make_corpus(pairs)
     questions, dev_questions = ([items[i][0] for i in part] for part in (training, held_out))
     if not pairs:
-        remarks.append("no paragraphs here: search in a corpus of your own (--corpus) or on a server (--retriever_url)")
+        remarks.append(
+            "no paragraphs here: search in a corpus of your own (--corpus) or on a server "
+            "(--retriever_url)"
+        )
         return questions, dev_questions, passages, remarks
     empty = sum(not text.strip() for _, text in pairs)
-    remarks.append(f"{len(pairs)} paragraphs: {len(pairs) - empty - len(passages)} repeated, {empty} without text")
+    remarks.append(
+        f"{len(pairs)} paragraphs: {len(pairs) - empty - len(passages)} repeated, "
+        f"{empty} without text"
+    )
     titles = {title for title, _ in pairs}
-    lost = sum(not titles.issuperset(q["metadata"].get("supporting_titles", [])) for q in questions + dev_questions)
+    lost = sum(
+        not titles.issuperset(q["metadata"].get("supporting_titles", []))
+        for q in questions + dev_questions
+    )
     if lost:
         remarks.append(f"{lost} questions have a supporting title that no paragraph has")
     return questions, dev_questions, passages, remarks
@@ -267,7 +359,9 @@ def convert(name, files, limit=None, dev=0, seed=0):
 
 
 def write_all(files):
-    """Write {path: rows} as JSONL. All are complete under a temporary name before the first gets its own."""
+    """Write {path: rows} as JSONL. All are complete under a temporary name before the first gets
+    its own.
+    """
     try:
         for path, rows in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,10 +376,15 @@ def write_all(files):
 
 
 def convert_and_write(name, files, out, *options):
-    """Write OUT.jsonl and, where there are any, OUT_dev.jsonl and OUT_corpus.jsonl; print the counts."""
+    """Write OUT.jsonl and, where there are any, OUT_dev.jsonl and OUT_corpus.jsonl;
+    print the counts.
+    """
     *parts, remarks = convert(name, files, *options)
-    outputs = {out.with_name(out.name + end): rows
-               for end, rows in zip((".jsonl", "_dev.jsonl", "_corpus.jsonl"), parts) if rows}  # fmt: skip
+    outputs = {
+        out.with_name(out.name + end): rows
+        for end, rows in zip((".jsonl", "_dev.jsonl", "_corpus.jsonl"), parts)
+        if rows
+    }
     for path in outputs:
         if any(path.exists() and path.samefile(file) for file in files):
             raise DataError(f"{path}: this is the file to convert; choose another --out")
@@ -306,20 +405,43 @@ def positive(text):
 def parse(arguments):
     splits = "\n".join(f"  {name:<9} {' '.join(PUBLIC[name])}" for name in PUBLIC)
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=f"what --download can fetch:\n{splits}",
+        description=__doc__,
+        epilog=f"what --download can fetch:\n{splits}",
         usage="%(prog)s SET FILE... [options], or SET --download [SPLIT...] [options]",
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("set", choices=SETS, metavar="SET", help=f"the shape of the files: {', '.join(SETS)}")
-    add("files", nargs="*", metavar="FILE", help="files as the set is published; several become one")
-    add("--download", nargs="*", metavar="SPLIT", help="in place of FILE: fetch these splits (none named: all of the "
-        "set) to the folder OUT/raw and convert each to OUT/SPLIT.jsonl")  # fmt: skip
-    add("--out", metavar="OUT", help="write OUT.jsonl and OUT_corpus.jsonl or, where OUT is a folder, into it under "
-        "the name of the first file (default: the folder data/SET)")  # fmt: skip
-    add("--dev", type=positive, default=0, metavar="N", help="hold N questions out, as OUT_dev.jsonl; the corpus is "
-        "of both")  # fmt: skip
-    add("--limit", type=positive, metavar="N", help="take only N questions (held-out ones included) and the paragraphs "
-        "of these: an index of a whole train set takes minutes and gigabytes")  # fmt: skip
+    add(
+        "files", nargs="*", metavar="FILE", help="files as the set is published; several become one"
+    )
+    add(
+        "--download",
+        nargs="*",
+        metavar="SPLIT",
+        help="in place of FILE: fetch these splits (none named: all of the "
+        "set) to the folder OUT/raw and convert each to OUT/SPLIT.jsonl",
+    )
+    add(
+        "--out",
+        metavar="OUT",
+        help="write OUT.jsonl and OUT_corpus.jsonl or, where OUT is a folder, into it under "
+        "the name of the first file (default: the folder data/SET)",
+    )
+    add(
+        "--dev",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="hold N questions out, as OUT_dev.jsonl; the corpus is of both",
+    )
+    add(
+        "--limit",
+        type=positive,
+        metavar="N",
+        help="take only N questions (held-out ones included) and the paragraphs "
+        "of these: an index of a whole train set takes minutes and gigabytes",
+    )
     add("--seed", type=int, default=0, help="which questions --dev and --limit draw (default 0)")
     args = parser.parse_args(arguments)
     if bool(args.files) == (args.download is not None):
@@ -333,11 +455,14 @@ def parse(arguments):
 def main(arguments=None):
     """Returns the exit code: 2, after one line, where input cannot be used."""
     args = parse(arguments)
-    out, options = Path(args.out or Path(__file__).resolve().parent / args.set), (args.limit, args.dev, args.seed)
+    out = Path(args.out or Path(__file__).resolve().parent / args.set)
+    options = (args.limit, args.dev, args.seed)
     try:
         if args.files:
             is_folder = not args.out or out.is_dir() or args.out.endswith(("/", os.sep))
-            convert_and_write(args.set, args.files, out / Path(args.files[0]).stem if is_folder else out, *options)
+            convert_and_write(
+                args.set, args.files, out / Path(args.files[0]).stem if is_folder else out, *options
+            )
         else:
             for split in args.download or PUBLIC[args.set]:
                 (url, sha256), name = PUBLIC[args.set][split], split.replace("/", "_")
@@ -348,7 +473,10 @@ def main(arguments=None):
         print(f"convert.py: {error_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nconvert.py: stopped; a download goes on when the same command is run again", file=sys.stderr)
+        print(
+            "\nconvert.py: stopped; a download goes on when the same command is run again",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""Where public question sets are, and a download that resumes, checks what it got and never leaves half a file.
+"""Where public question sets are, and a download that resumes, checks and leaves no half file.
 
 Used by `python data/convert.py SET --download`.
 """
@@ -11,39 +11,58 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from retriever import DataError
+from plumbing.files import DataError
 
 HUB = "https://huggingface.co/datasets"
-HOTPOTQA, TWO_WIKI = "http://curtis.ml.cmu.edu/datasets/hotpot", f"{HUB}/voidful/2WikiMultihopQA/resolve/main"
-MUSIQUE, FLASHRAG = f"{HUB}/bdsaglam/musique/resolve/main", f"{HUB}/RUC-NLPIR/FlashRAG_datasets/resolve/main"
-FLASHRAG_SPLITS = """nq/train nq/dev nq/test triviaqa/train triviaqa/dev triviaqa/test popqa/test hotpotqa/train
-hotpotqa/dev 2wikimultihopqa/train 2wikimultihopqa/dev musique/train musique/dev bamboogle/test""".split()
+HOTPOTQA, TWO_WIKI = (
+    "http://curtis.ml.cmu.edu/datasets/hotpot",
+    f"{HUB}/voidful/2WikiMultihopQA/resolve/main",
+)
+MUSIQUE, FLASHRAG = (
+    f"{HUB}/bdsaglam/musique/resolve/main",
+    f"{HUB}/RUC-NLPIR/FlashRAG_datasets/resolve/main",
+)
+FLASHRAG_SPLITS = """nq/train nq/dev nq/test triviaqa/train triviaqa/dev triviaqa/test popqa/test
+hotpotqa/train hotpotqa/dev 2wikimultihopqa/train 2wikimultihopqa/dev musique/train musique/dev
+bamboogle/test""".split()
 
-# {set: {split: (address, SHA-256)}}. HotpotQA's address is its authors'. 2Wiki and MuSiQue publish archives on Dropbox
-# and Google Drive; these are mirrors of the files in them (2Wiki's first edition; in April 2021 it split its sentences
-# anew). The hashes are those that several public projects record for these files; None: we know of none.
+# {set: {split: (address, SHA-256)}}. HotpotQA's address is its authors'. 2Wiki and MuSiQue publish
+# archives on Dropbox and Google Drive; these are mirrors of the files in them (2Wiki's first
+# edition; in April 2021 it split its sentences anew). The hashes are those that several public
+# projects record for these files; None: we know of none.
 PUBLIC = {
     "hotpotqa": {
         "train": (
-            f"{HOTPOTQA}/hotpot_train_v1.1.json", "26650cf50234ef5fb2e664ed70bbecdfd87815e6bffc257e068efea5cf7cd316"),
+            f"{HOTPOTQA}/hotpot_train_v1.1.json",
+            "26650cf50234ef5fb2e664ed70bbecdfd87815e6bffc257e068efea5cf7cd316",
+        ),
         "dev": (
             f"{HOTPOTQA}/hotpot_dev_distractor_v1.json",
-            "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea"),
+            "4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea",
+        ),
     },
     "2wiki": {
-        "train": (f"{TWO_WIKI}/train.json", "b3fddb4d5bb42cd797919cad67616545be51b24740e0a7dabdae7bf76b8f7bfa"),
-        "dev": (f"{TWO_WIKI}/dev.json", "48b9bdc69654dc580fda5f935a48b88cb89f11887587310af60d406c8d0111a6"),
+        "train": (
+            f"{TWO_WIKI}/train.json",
+            "b3fddb4d5bb42cd797919cad67616545be51b24740e0a7dabdae7bf76b8f7bfa",
+        ),
+        "dev": (
+            f"{TWO_WIKI}/dev.json",
+            "48b9bdc69654dc580fda5f935a48b88cb89f11887587310af60d406c8d0111a6",
+        ),
     },
     "musique": {
         "train": (
             f"{MUSIQUE}/musique_ans_v1.0_train.jsonl",
-            "83a75b1e11e4e9bb8f8308e72ac40ca617ae4431b3a0d955b61cab259248490a"),
+            "83a75b1e11e4e9bb8f8308e72ac40ca617ae4431b3a0d955b61cab259248490a",
+        ),
         "dev": (
             f"{MUSIQUE}/musique_ans_v1.0_dev.jsonl",
-            "15fa63794d18a94ce12411aca6e2327e65b6e83b0b1490efab3f1962e48abf3b"),
+            "15fa63794d18a94ce12411aca6e2327e65b6e83b0b1490efab3f1962e48abf3b",
+        ),
     },
     "flashrag": {split: (f"{FLASHRAG}/{split}.jsonl", None) for split in FLASHRAG_SPLITS},
-}  # fmt: skip
+}
 TIMEOUT = 30  # seconds without a byte
 
 
@@ -52,14 +71,18 @@ def size_of(path):
 
 
 def fetch(url, part):
-    """Append to the file `part` what it lacks of the file at `url`. Raises DataError, OSError, HTTPException."""
+    """Append to the file `part` what it lacks of the file at `url`. Raises DataError, OSError,
+    HTTPException.
+    """
     have = size_of(part)
     headers = {"User-Agent": "convert.py"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
         response = urlopen(Request(url, headers=headers), timeout=TIMEOUT)
     except HTTPError as error:
         with error:
-            if error.code == 416 and have:  # nothing follows: all is there, or it is a part of something else
+            if (
+                error.code == 416 and have
+            ):  # nothing follows: all is there, or it is a part of something else
                 if error.headers.get("Content-Range") != f"bytes */{have}":
                     part.unlink()
                     fetch(url, part)
@@ -68,9 +91,13 @@ def fetch(url, part):
     with response:
         if response.headers.get_content_type() == "text/html":
             raise DataError(f"{url}: a web page came back, not the file")
-        resumes = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+        resumes = response.status == 206 and response.headers.get("Content-Range", "").startswith(
+            f"bytes {have}-"
+        )
         if response.status != 200 and not resumes:
-            raise DataError(f"{url}: status {response.status}, but not with the part that was asked for")
+            raise DataError(
+                f"{url}: status {response.status}, but not with the part that was asked for"
+            )
         start = have if resumes else 0  # a server without Range sends all of it again
         total = None if response.length is None else start + response.length
         bar = tqdm(desc=part.stem, initial=start, total=total, unit="B", unit_scale=True)
@@ -83,10 +110,12 @@ def fetch(url, part):
 
 
 def download(url, path, sha256, read):
-    """Make the file at `url` the file `path`, which appears only when it is complete and checked. Raises DataError.
+    """Make the file at `url` the file `path`, which appears only when it is complete and checked.
+    Raises DataError.
 
-    Until then it grows as `path`.part, which a later call goes on with. Checked are the length that the server names,
-    and the SHA-256 or, where it is None, that `read` (which yields items) gets through the file.
+    Until then it grows as `path`.part, which a later call goes on with. Checked are the length that
+    the server names, and the SHA-256 or, where it is None, that `read` (which yields items) gets
+    through the file.
     """
     if path.exists():
         print(f"{path}: already there")
@@ -101,9 +130,15 @@ def download(url, path, sha256, read):
         except (OSError, HTTPException) as error:
             if size_of(part) > before:  # as long as it grows, go on
                 continue
-            kept = f"{before:,} bytes are kept, the same command goes on from there; " if size_of(part) else ""
-            raise DataError(f"{url}: cannot be fetched: {getattr(error, 'reason', None) or error}; {kept}or get the "
-                            "file by other means and give its path") from None  # fmt: skip
+            kept = (
+                f"{before:,} bytes are kept, the same command goes on from there; "
+                if size_of(part)
+                else ""
+            )
+            raise DataError(
+                f"{url}: cannot be fetched: {getattr(error, 'reason', None) or error}; "
+                f"{kept}or get the file by other means and give its path"
+            ) from None
     digest = hashlib.sha256()
     with open(part, "rb") as file:
         while block := file.read(1 << 20):
@@ -111,7 +146,11 @@ def download(url, path, sha256, read):
     try:
         if sha256 and digest.hexdigest() != sha256:
             raise DataError(f"its SHA-256 is {digest.hexdigest()}, not {sha256}")
-        found = "as expected" if sha256 else f"with {sum(1 for _ in read(part))} items (no hash to compare with)"
+        found = (
+            "as expected"
+            if sha256
+            else f"with {sum(1 for _ in read(part))} items (no hash to compare with)"
+        )
     except DataError as error:
         part.unlink()
         raise DataError(f"{url}: not the expected file, thrown away: {error}") from None

@@ -1,12 +1,13 @@
-"""Make the tiny model: a Qwen2 of 0.9 million parameters, trained from scratch on demonstrations (the cold start).
+"""Make the tiny model: a Qwen2 of 0.9 million parameters, trained on demonstrations (cold start).
 
-    python data/make_tiny_model.py                 # writes data/tiny_model/; about 40 minutes on two cores
+    python data/make_tiny_model.py  # writes data/tiny_model/; about 40 minutes on two cores
 
-It learns the protocol, to copy, to follow chains of facts, the famous facts and the self-answer, from demonstrations
-that over-search as policies trained on final answers do: most go on checking for one or two searches after everything
-is known. Every ten demonstrations come from a fresh random world, so that names are copied from passages and never
-remembered; passages are found by the real BM25, so that the model sees what it will see later. Self-answers branch off
-the trajectory and are trained in the same pass: a branch sees the trajectory up to its branching point, and itself.
+It learns the protocol, to copy, to follow chains of facts, the famous facts and the self-answer,
+from demonstrations that over-search as policies trained on final answers do: most go on checking
+for one or two searches after everything is known. Every ten demonstrations come from a fresh random
+world, so that names are copied from passages and never remembered; passages are found by the real
+BM25, so that the model sees what it will see later. Self-answers branch off the trajectory and are
+trained in the same pass: a branch sees the trajectory up to its branching point, and itself.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 from multiprocessing import Pool
 from pathlib import Path
 
-# Threads that wait should sleep: a busy wait makes a step five times slower when anything else runs on the machine.
+# Threads that wait should sleep: a busy wait makes a step five times slower when anything else runs
+# on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -34,20 +36,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import make_tinyworld as tw  # noqa: E402
 
 from retriever import BM25  # noqa: E402
-from rollout import ADVICE, NO_PASSAGES, PROBE, TAGS, show_passages  # noqa: E402
+from reward import TAGS  # noqa: E402
+from rollout import ADVICE, NO_PASSAGES, PROBE, show_passages  # noqa: E402
 
-# Of the demonstrations: needless searches after everything is known, cut where the limit of searches is reached.
+# Of the demonstrations: needless searches after everything is known, cut where the limit of
+# searches is reached.
 NEEDLESS = {0: 0.15, 1: 0.30, 2: 0.55}
-INVALID_TURN = 0.02  # per demonstration: an invalid turn (not trained on), the advice, then the right turn
+# Per demonstration: an invalid turn (not trained on), the advice, then the right turn
+INVALID_TURN = 0.02
 MAX_SEARCHES = 4
 WARMUP = 100  # steps in which the learning rate rises
 CHECK_WORDS = ("history", "story", "details", "record")
 UNKNOWN = "unknown"
-SMALL_WORLD = {"book": 12, "film": 12, "band": 12, "company": 12, "person": 40, "city": 24,
-               "country": 8, "river": 12, "lake": 8, "mountain": 8}  # fmt: skip
-SELF_ANSWER_SHARE, SELF_ANSWER_0_SHARE = 0.7, 0.3  # of the places where a self-answer could be asked
+SMALL_WORLD = {
+    "book": 12,
+    "film": 12,
+    "band": 12,
+    "company": 12,
+    "person": 40,
+    "city": 24,
+    "country": 8,
+    "river": 12,
+    "lake": 8,
+    "mountain": 8,
+}
+# Of the places where a self-answer could be asked
+SELF_ANSWER_SHARE, SELF_ANSWER_0_SHARE = 0.7, 0.3
 PASSAGE_WEIGHT, SELF_ANSWER_WEIGHT = 0.05, 2.0  # loss weights; a token of the policy weighs 1
-
 
 
 @dataclass(frozen=True)
@@ -58,43 +73,75 @@ class Stage:
     lr: float  # peak learning rate
     shares: dict  # of the groups of questions
     early_stop: float  # per decision: give up although evidence is missing
-    papers_in_turn: bool  # hard questions: papers in their order from a random one on, or in random order
+    # Hard questions: papers in their order from a random one on, or in random order
+    papers_in_turn: bool
     falling_rate: bool  # the learning rate falls to 0, or stays
-    look_up_known: bool  # needless searches of a known fact begin like those of an unknown one, or with "I know this."
+    # Needless searches of a known fact begin like those of an unknown one, or with "I know this."
+    look_up_known: bool
 
 
 SHARES_1 = {"0": 0.15, "1": 0.20, "2": 0.25, "3": 0.25, "hard": 0.15}
 SHARES_2 = {"0": 0.20, "1": 0.16, "2": 0.22, "3": 0.27, "hard": 0.15}
 STAGES = (
-    Stage(1500, 2.5e-3, SHARES_1, 0.03, papers_in_turn=False, falling_rate=False, look_up_known=False),  # to copy
-    Stage(1400, 2.5e-3, SHARES_2, 0.01, papers_in_turn=True, falling_rate=True, look_up_known=False),  # to be right
+    # To copy
+    Stage(
+        1500, 2.5e-3, SHARES_1, 0.03, papers_in_turn=False, falling_rate=False, look_up_known=False
+    ),
+    # To be right
+    Stage(
+        1400, 2.5e-3, SHARES_2, 0.01, papers_in_turn=True, falling_rate=True, look_up_known=False
+    ),
     Stage(400, 1e-3, SHARES_2, 0.01, papers_in_turn=True, falling_rate=True, look_up_known=True),
 )
-CHAT_TEMPLATE = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
 
 
 def make_tokenizer():
     """One token a word; tags and the fixed texts of the protocol are one token each."""
-    texts = [text for relation in tw.RELATIONS.values() for text in (relation.sentence, *relation.nouns)]
-    texts += [tw.GRAVE_SENTENCE, tw.PAPER_SENTENCE, *tw.GRAVE, *tw.PAPERS, *tw.TOPICS, *tw.FRAMES, *tw.FORWARD_FRAMES]
+    texts = [
+        text for relation in tw.RELATIONS.values() for text in (relation.sentence, *relation.nouns)
+    ]
+    texts += [
+        tw.GRAVE_SENTENCE,
+        tw.PAPER_SENTENCE,
+        *tw.GRAVE,
+        *tw.PAPERS,
+        *tw.TOPICS,
+        *tw.FRAMES,
+        *tw.FORWARD_FRAMES,
+    ]
     texts += [*tw.FAMOUS_FRAMES, *(detail for details in tw.DETAILS.values() for detail in details)]
     texts += [f"{paper.capitalize()} of" for paper in tw.PAPERS]
     texts += ["Who is Where What who what where then", NO_PASSAGES, UNKNOWN]
-    texts += ["First the of. Next Check again That is enough I know this No grave there", " ".join(CHECK_WORDS)]
+    texts += [
+        "First the of. Next Check again That is enough I know this No grave there",
+        " ".join(CHECK_WORDS),
+    ]
     words = set(tw.FIRST_WORDS + tw.SECOND_WORDS + tw.FAMOUS_FIRST + tw.FAMOUS_SECOND) | set(".,:?")
     for text in texts:
         words |= set(re.findall(r"\w+", re.sub(r"\{\w+\}", " ", text)))
     vocabulary = ["<pad>", "<eos>", "<unk>", *sorted(words)]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>")
+    )
     tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+    )
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
     fixed = [*TAGS, PROBE, ADVICE, '")', *(f'Doc {i}(Title: "' for i in range(1, 11))]
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in fixed])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE, model_max_length=1024, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 TRAIN_NAMES = tw.name_pairs("train")
@@ -102,7 +149,9 @@ TOKENIZER = make_tokenizer()
 
 
 class Demonstration:
-    """A trajectory in the making. segments: (text, loss weight, branch), branch 0 being the trajectory itself."""
+    """A trajectory in the making. segments: (text, loss weight, branch), branch 0 being the
+    trajectory itself.
+    """
 
     def __init__(self, question):
         self.segments = [(question, 0.0, 0)]
@@ -110,7 +159,9 @@ class Demonstration:
         self.branches = 0
 
     def turn(self, think, action, content, weight=1.0):
-        self.segments.append((f"<think> {think} </think> <{action}> {content} </{action}>", weight, 0))
+        self.segments.append(
+            (f"<think> {think} </think> <{action}> {content} </{action}>", weight, 0)
+        )
 
     def search(self, think, query, retriever):
         """Write a search turn and its observation. Returns the titles shown."""
@@ -139,7 +190,9 @@ def check_query(rng, names, used):
 
 
 def demonstrate(rng, world, retriever, group, stage):
-    """One demonstration, or None where the chain has a dead end or its evidence is not shown by the right queries."""
+    """One demonstration, or None where the chain has a dead end or its evidence is not shown by the
+    right queries.
+    """
     if group == "0":
         text, subject, relation = rng.choice(world.famous_questions)
         start, relations, subjects, answer = subject, [], [], world.facts[subject][relation]
@@ -164,7 +217,11 @@ def demonstrate(rng, world, retriever, group, stage):
         demo.self_answer("I know this.", answer, rng)
         needless, think = needless - 1, ""
     for _ in range(min(needless, MAX_SEARCHES - demo.searches)):
-        demo.search(f"{think} Check again.".strip(), check_query(rng, [start, *subjects, answer], used), retriever)
+        demo.search(
+            f"{think} Check again.".strip(),
+            check_query(rng, [start, *subjects, answer], used),
+            retriever,
+        )
         demo.self_answer("I know this.", answer, rng)
         think = ""
     demo.turn(f"{think} That is enough.".strip(), "answer", answer)
@@ -172,7 +229,9 @@ def demonstrate(rng, world, retriever, group, stage):
 
 
 def follow_chain(rng, demo, world, retriever, relations, subjects, answer, stage):
-    """The searches that are needed. Returns (everything is known?, what to say next), or (None, "") to discard."""
+    """The searches that are needed. Returns (everything is known?, what to say next), or (None, "")
+    to discard.
+    """
     invalid = rng.random() < INVALID_TURN
     if not relations:
         demo.self_answer("I know this.", answer, rng, SELF_ANSWER_0_SHARE)
@@ -193,7 +252,11 @@ def follow_chain(rng, demo, world, retriever, relations, subjects, answer, stage
             if relation == "grave":
                 paper, place = world.graves[subject]
                 found = f"{paper.capitalize()} of {subject}" in titles
-                evidence = tw.GRAVE_SENTENCE.format(paper=paper, x=subject, y=place) if found else "No grave there."
+                evidence = (
+                    tw.GRAVE_SENTENCE.format(paper=paper, x=subject, y=place)
+                    if found
+                    else "No grave there."
+                )
             else:
                 found, evidence = subject in titles, world.evidence[subject, relation]
                 if not found:
@@ -221,7 +284,9 @@ def choose_papers(rng, count, stage):
 
 
 def small_world(seed):
-    """A fresh world of about 200 passages, of train names only. Words recur, so that near-namesakes exist."""
+    """A fresh world of about 200 passages, of train names only. Words recur, so that
+    near-namesakes exist.
+    """
     rng = random.Random(f"tiny model {seed}")
     first, second = set(rng.sample(tw.FIRST_WORDS, 45)), set(rng.sample(tw.SECOND_WORDS, 45))
     names = [name for name in TRAIN_NAMES if name.split()[0] in first and name.split()[1] in second]
@@ -231,7 +296,9 @@ def small_world(seed):
 
 
 def make_demonstrations(seed, stage):
-    """Ten encoded demonstrations from one fresh world: lists of (ids, loss weights, branches, branching points)."""
+    """Ten encoded demonstrations from one fresh world: lists of (ids, loss weights, branches,
+    branching points).
+    """
     rng, world, retriever = small_world(seed)
     groups = rng.choices(list(stage.shares), stage.shares.values(), k=10)
     demos = []
@@ -244,7 +311,9 @@ def make_demonstrations(seed, stage):
 
 
 def encode(demo):
-    """Token ids of a demonstration, the branches moved behind the trajectory: (ids, weights, branches, starts)."""
+    """Token ids of a demonstration, the branches moved behind the trajectory: (ids, weights,
+    branches, starts).
+    """
     main, branched, position = [], [], 0
     for text, weight, branch in demo.segments:
         ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
@@ -257,7 +326,9 @@ def encode(demo):
 
 
 def collate(demos):
-    """Pad to one batch: input_ids, weights (B, T), position_ids (B, T), attention mask (B, 1, T, T)."""
+    """Pad to one batch: input_ids, weights (B, T), position_ids (B, T), attention mask
+    (B, 1, T, T).
+    """
     length = max(len(demo[0]) for demo in demos)
     ids, weights, branches, starts = (
         torch.tensor([demo[k] + [fill] * (length - len(demo[k])) for demo in demos])
@@ -278,7 +349,9 @@ def collate(demos):
 def attention_fp32(module, query, key, value, mask, scaling=None, **kwargs):
     """Attention in float32 under bf16 autocast: on a CPU its backward pass is faster that way."""
     with torch.autocast("cpu", enabled=False):
-        out = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask=mask, scale=scaling)
+        out = F.scaled_dot_product_attention(
+            query.float(), key.float(), value.float(), attn_mask=mask, scale=scaling
+        )
     return out.transpose(1, 2), None
 
 
@@ -288,17 +361,24 @@ AttentionInterface.register("attention_fp32", attention_fp32)
 def loss_of(model, batch):
     """Weighted cross-entropy of the next token."""
     ids, weights, positions, mask = batch
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, :-1]
+    logits = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+    ).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum(), losses, weights[:, 1:].flatten()
+    mean = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
+    return mean, losses, weights[:, 1:].flatten()
 
 
 def batches(pool, stage, batch_size, seed):
-    """Batches of demonstrations of like length: ten demonstrations a world, ten batches made at a time."""
+    """Batches of demonstrations of like length: ten demonstrations a world, ten batches
+    made at a time.
+    """
     rng = random.Random(seed)
     for number in range(-(-stage.steps // 10)):
         first = seed * 10**7 + number * batch_size
-        made = pool.starmap(make_demonstrations, ((world, stage) for world in range(first, first + batch_size)))
+        made = pool.starmap(
+            make_demonstrations, ((world, stage) for world in range(first, first + batch_size))
+        )
         demos = [demo for group in made for demo in group]
         demos.sort(key=lambda demo: len(demo[0]))
         groups = [demos[i : i + batch_size] for i in range(0, len(demos), batch_size)]
@@ -308,15 +388,20 @@ def batches(pool, stage, batch_size, seed):
 
 def train_stage(model, pool, stage, args, log):
     """One stage of the training; appends to `log`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
 
     def rate(step):
-        return min(1.0, (step + 1) / WARMUP) * (1 - step / stage.steps if stage.falling_rate else 1.0)
+        return min(1.0, (step + 1) / WARMUP) * (
+            1 - step / stage.steps if stage.falling_rate else 1.0
+        )
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     start, number = time.time(), STAGES.index(stage)
     for step, batch in enumerate(batches(pool, stage, args.batch_size, args.seed + 1000 * number)):
-        with torch.autocast("cpu", torch.bfloat16):  # nearly twice as fast where the processor has bf16 units
+        # Nearly twice as fast where the processor has bf16 units
+        with torch.autocast("cpu", torch.bfloat16):
             loss, losses, weights = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -324,8 +409,10 @@ def train_stage(model, pool, stage, args, log):
         schedule.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == stage.steps - 1:
-            means = {name: round(losses[weights == weight].mean().item(), 4)
-                     for name, weight in (("policy", 1.0), ("self_answer", SELF_ANSWER_WEIGHT))}  # fmt: skip
+            means = {
+                name: round(losses[weights == weight].mean().item(), 4)
+                for name, weight in (("policy", 1.0), ("self_answer", SELF_ANSWER_WEIGHT))
+            }
             minutes = round((time.time() - start) / 60, 1)
             log.append({"stage": number + 1, "step": step, **means, "minutes": minutes})
             print(json.dumps(log[-1]), flush=True)
@@ -340,25 +427,44 @@ def save(model, log, folder):
 
 def main():
     parser = argparse.ArgumentParser(description="Make the tiny model.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny_model", help="folder to write to")
-    parser.add_argument("--batch_size", type=int, default=24, help="demonstrations a step (default 24)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations (default 0)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "tiny_model", help="folder to write to"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=24, help="demonstrations a step (default 24)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights and demonstrations (default 0)"
+    )
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_flush_denormal(True)
     config = Qwen2Config(
-        vocab_size=len(TOKENIZER), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=TOKENIZER.eos_token_id, pad_token_id=TOKENIZER.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(TOKENIZER),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=TOKENIZER.eos_token_id,
+        pad_token_id=TOKENIZER.pad_token_id,
+    )
     model = Qwen2ForCausalLM(config)
     model.set_attn_implementation("attention_fp32")
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(TOKENIZER)} tokens", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
+        f"{len(TOKENIZER)} tokens",
+        flush=True,
+    )
     log = []
     with Pool(2) as pool:
         for number, stage in enumerate(STAGES, start=1):
             train_stage(model, pool, stage, args, log)
-            save(model, log, Path(f"{args.out}.stage{number}"))  # to look at; a stopped rerun leaves --out alone
+            # To look at; a stopped rerun leaves --out alone
+            save(model, log, Path(f"{args.out}.stage{number}"))
     save(model, log, args.out)
     for number in range(1, len(STAGES) + 1):
         shutil.rmtree(f"{args.out}.stage{number}", ignore_errors=True)

@@ -1,12 +1,13 @@
-"""Make the tiny world: a fictional encyclopedia with questions that need 0, 1, 2 or 3 searches by construction.
+"""Make the tiny world: a fictional encyclopedia, its questions need 0, 1, 2 or 3 searches.
 
-    python data/make_tinyworld.py                        # writes data/tinyworld/, byte for byte as shipped
+    python data/make_tinyworld.py  # writes data/tinyworld/, byte for byte as shipped
     python data/make_tinyworld.py --seed 7 --out FOLDER  # another world of the same kind
 
-Two worlds are written, one to train on and one to be measured on, each with a corpus and questions. Names are two
-words; a fifth of all word pairs is kept for the dev world, so no dev name stands in any training text. A fact is a
-sentence in the passage about its subject, so a chain of k facts takes k searches: the name to search for next is only
-known after reading. Famous facts (0 searches) are the same in both worlds: the tiny model was taught them.
+Two worlds are written, one to train on and one to be measured on, each with a corpus and questions.
+Names are two words; a fifth of all word pairs is kept for the dev world, so no dev name stands in
+any training text. A fact is a sentence in the passage about its subject, so a chain of k facts
+takes k searches: the name to search for next is only known after reading. Famous facts (0 searches)
+are the same in both worlds: the tiny model was taught them.
 """
 
 import argparse
@@ -19,33 +20,39 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from retriever import BM25  # noqa: E402
 
-FIRST_WORDS = """Amber Ivory Scarlet Silver Golden Crimson Cobalt Copper Velvet Marble Cedar Willow Hazel Juniper
-Laurel Olive Rowan Aspen Birch Maple Robin Wren Falcon Raven Heron Lark Sparrow Jasper Opal Pearl Ruby Garnet Onyx
-Coral Jade Topaz Flint Alden Brynn Corin Dalia Edric Fenna Galen Hollis Idris Jorah Kelda Loric Mirela Nolan Orson
-Perrin Quilla Rhea Silas Tamsin Ulric Vesna Wystan Yara Zelda Autumn Winter Summer Dawn Dusk Lunar Solar Stella Nova
-Comet Misty Windy Stormy Frosty Sunny Quiet Hidden Broken Ancient Bright Gentle Proud Noble Royal Humble Merry Swift
-Bold Clever Lucky Roaming Silent Whispering Dancing Sleeping Burning Frozen Painted Gilded Thorny Mossy Sandy Rocky
-Grassy Leafy Foggy Arden Basil Cyrus Della Elias Flora Gideon Hester Ivor Judith Kester Lorna""".split()
+FIRST_WORDS = """Amber Ivory Scarlet Silver Golden Crimson Cobalt Copper Velvet Marble Cedar Willow
+Hazel Juniper Laurel Olive Rowan Aspen Birch Maple Robin Wren Falcon Raven Heron Lark Sparrow Jasper
+Opal Pearl Ruby Garnet Onyx Coral Jade Topaz Flint Alden Brynn Corin Dalia Edric Fenna Galen Hollis
+Idris Jorah Kelda Loric Mirela Nolan Orson Perrin Quilla Rhea Silas Tamsin Ulric Vesna Wystan Yara
+Zelda Autumn Winter Summer Dawn Dusk Lunar Solar Stella Nova Comet Misty Windy Stormy Frosty Sunny
+Quiet Hidden Broken Ancient Bright Gentle Proud Noble Royal Humble Merry Swift Bold Clever Lucky
+Roaming Silent Whispering Dancing Sleeping Burning Frozen Painted Gilded Thorny Mossy Sandy Rocky
+Grassy Leafy Foggy Arden Basil Cyrus Della Elias Flora Gideon Hester Ivor Judith Kester
+Lorna""".split()
 
-SECOND_WORDS = """Marsh Brook Hollow Field Stone Vale Wood Harbor Bridge Tower Meadow Orchard Garden Ridge Crest Shore
-Bay Cape Haven Ford Mill Gate Lane Grove Glen Dale Moor Heath Fell Crag Cliff Well Falls Reach Bend Point Hill March
-Forest Thicket Prairie Canyon Gorge Cavern Grotto Island Lagoon Delta Bluff Knoll Summit Plateau Pass Trail Crossing
-Landing Market Chapel Abbey Castle Keep Fort Wall Arch Court Hall Manor Lodge Cottage Barn Stable Anvil Hammer Lantern
-Candle Mirror Feather Arrow Shield Crown Scepter Banner Anchor Compass Rudder Sail Oar Net Hook Bell Drum Fiddle Harp
-Flute Horn Quill Ribbon Thimble Needle Loom Spindle Basket Kettle Goblet Saddle Bridle Wagon Cart Wheel Plough Sickle
-Acorn Thistle Clover Bramble Ivy Fern Reed Rush Heather""".split()
+SECOND_WORDS = """Marsh Brook Hollow Field Stone Vale Wood Harbor Bridge Tower Meadow Orchard Garden
+Ridge Crest Shore Bay Cape Haven Ford Mill Gate Lane Grove Glen Dale Moor Heath Fell Crag Cliff Well
+Falls Reach Bend Point Hill March Forest Thicket Prairie Canyon Gorge Cavern Grotto Island Lagoon
+Delta Bluff Knoll Summit Plateau Pass Trail Crossing Landing Market Chapel Abbey Castle Keep Fort
+Wall Arch Court Hall Manor Lodge Cottage Barn Stable Anvil Hammer Lantern Candle Mirror Feather
+Arrow Shield Crown Scepter Banner Anchor Compass Rudder Sail Oar Net Hook Bell Drum Fiddle Harp
+Flute Horn Quill Ribbon Thimble Needle Loom Spindle Basket Kettle Goblet Saddle Bridle Wagon Cart
+Wheel Plough Sickle Acorn Thistle Clover Bramble Ivy Fern Reed Rush Heather""".split()
 
-FAMOUS_FIRST = """Aurelon Belisar Cantor Dorvane Elmira Faustin Gorvan Hesper Isolde Jovian Karsten Leandra Morvath
-Nerissa Octavia Palamon Quentin Rosalba Seraph Theron Ursula Valerian Wenzel Xanthe""".split()
+FAMOUS_FIRST = """Aurelon Belisar Cantor Dorvane Elmira Faustin Gorvan Hesper Isolde Jovian Karsten
+Leandra Morvath Nerissa Octavia Palamon Quentin Rosalba Seraph Theron Ursula Valerian Wenzel
+Xanthe""".split()
 
-FAMOUS_SECOND = """Abendroth Bellweather Crowhurst Dunmore Eisenmark Fairbairn Greystoke Hawthorn Inglenook Jessamine
-Kingsley Lorimer Mandeville Nightshade Oakenshaw Pemberton Quillfeather Ravenscroft Silverlake Thornbury Underwood
-Vandermeer Winterbourne Yellowstone""".split()
+FAMOUS_SECOND = """Abendroth Bellweather Crowhurst Dunmore Eisenmark Fairbairn Greystoke Hawthorn
+Inglenook Jessamine Kingsley Lorimer Mandeville Nightshade Oakenshaw Pemberton Quillfeather
+Ravenscroft Silverlake Thornbury Underwood Vandermeer Winterbourne Yellowstone""".split()
 
 
 @dataclass(frozen=True)
 class Relation:
-    """A kind of fact. The word before the value differs in every sentence, so that a quotation can be continued."""
+    """A kind of fact. The word before the value differs in every sentence, so that a quotation can
+    be continued.
+    """
 
     subject: str
     object: str
@@ -54,23 +61,47 @@ class Relation:
 
 
 RELATIONS = {
-    "author": Relation("book", "person", ("author", "writer"), "{x} is a {d} novel by the author {y}."),
-    "director": Relation("film", "person", ("director", "filmmaker"), "{x} is a {d} film made by the director {y}."),
-    "singer": Relation("band", "person", ("singer", "vocalist"), "{x} is a {d} band around the singer {y}."),
-    "founder": Relation("company", "person", ("founder", "creator"), "{x} is a {d} company of the founder {y}."),
-    "birthplace": Relation("person", "city", ("birthplace", "hometown"), "The {d} {x} was born in {y}."),
+    "author": Relation(
+        "book", "person", ("author", "writer"), "{x} is a {d} novel by the author {y}."
+    ),
+    "director": Relation(
+        "film", "person", ("director", "filmmaker"), "{x} is a {d} film made by the director {y}."
+    ),
+    "singer": Relation(
+        "band", "person", ("singer", "vocalist"), "{x} is a {d} band around the singer {y}."
+    ),
+    "founder": Relation(
+        "company", "person", ("founder", "creator"), "{x} is a {d} company of the founder {y}."
+    ),
+    "birthplace": Relation(
+        "person", "city", ("birthplace", "hometown"), "The {d} {x} was born in {y}."
+    ),
     "spouse": Relation("person", "person", ("spouse", "partner"), "The {d} {x} is married to {y}."),
-    "teacher": Relation("person", "person", ("teacher", "mentor"), "The {d} {x} studied under {y}."),
+    "teacher": Relation(
+        "person", "person", ("teacher", "mentor"), "The {d} {x} studied under {y}."
+    ),
     "country": Relation("city", "country", ("country", "nation"), "{x} is a {d} city within {y}."),
-    "river": Relation("city", "river", ("river", "waterway"), "The city {x} stands on the river {y}."),
-    "source": Relation("river", "lake", ("source", "origin"), "{x} is a {d} river that begins at {y}."),
-    "ruler": Relation("country", "person", ("ruler", "monarch"), "{x} is a {d} country led by the ruler {y}."),
-    "mountain": Relation("lake", "mountain", ("mountain", "height"), "{x} is a {d} lake below the mountain {y}."),
+    "river": Relation(
+        "city", "river", ("river", "waterway"), "The city {x} stands on the river {y}."
+    ),
+    "source": Relation(
+        "river", "lake", ("source", "origin"), "{x} is a {d} river that begins at {y}."
+    ),
+    "ruler": Relation(
+        "country", "person", ("ruler", "monarch"), "{x} is a {d} country led by the ruler {y}."
+    ),
+    "mountain": Relation(
+        "lake", "mountain", ("mountain", "height"), "{x} is a {d} lake below the mountain {y}."
+    ),
     "climber": Relation(
-        "mountain", "person", ("climber", "alpinist"), "{x} is a {d} rock first scaled by the climber {y}."
+        "mountain",
+        "person",
+        ("climber", "alpinist"),
+        "{x} is a {d} rock first scaled by the climber {y}.",
     ),
 }
-GRAVE = ("grave", "tomb")  # the relation of the hard questions; its value stands in one of a person's papers
+# The relation of the hard questions; its value stands in one of a person's papers
+GRAVE = ("grave", "tomb")
 PAPERS = ("diary", "letter", "will", "memoir", "ledger", "poem", "notebook")
 GRAVE_SENTENCE = "The {paper} of {x} places the grave near {y}."
 PAPER_SENTENCE = "The {paper} of {x} tells of {topic}."
@@ -100,8 +131,18 @@ FAMOUS_FRAMES = (
 FORWARD_SHARE = 0.3  # of the questions that name the chain from its start
 
 # passages per type; persons are the hubs of the chains
-SIZES = {"book": 150, "film": 150, "band": 150, "company": 150, "person": 560, "city": 200,
-         "country": 50, "river": 60, "lake": 50, "mountain": 50}  # fmt: skip
+SIZES = {
+    "book": 150,
+    "film": 150,
+    "band": 150,
+    "company": 150,
+    "person": 560,
+    "city": 200,
+    "country": 50,
+    "river": 60,
+    "lake": 50,
+    "mountain": 50,
+}
 HARD_PEOPLE = {"train": 200, "dev": 130}
 QUESTIONS = {
     "train": {"0": 440, "1": 600, "2": 600, "3": 600, "hard": 260},
@@ -111,7 +152,9 @@ QUESTIONS = {
 
 @dataclass
 class World:
-    """Facts and passages of one world; `facts[name][relation] = value`, `evidence[name, relation] = sentence`."""
+    """Facts and passages of one world; `facts[name][relation] = value`,
+    `evidence[name, relation] = sentence`.
+    """
 
     facts: dict = field(default_factory=dict)
     evidence: dict = field(default_factory=dict)
@@ -121,10 +164,16 @@ class World:
 
 
 def name_pairs(split):
-    """All two-word names of a split, in a fixed order: a fifth of the pairs is dev, by position in the grid."""
+    """All two-word names of a split, in a fixed order: a fifth of the pairs is dev, by position in
+    the grid.
+    """
     pairs = [(i, j) for i in range(len(FIRST_WORDS)) for j in range(len(SECOND_WORDS))]
     is_dev = [(i + 2 * j) % 5 == 0 for i, j in pairs]
-    return [f"{FIRST_WORDS[i]} {SECOND_WORDS[j]}" for (i, j), dev in zip(pairs, is_dev) if dev == (split == "dev")]
+    return [
+        f"{FIRST_WORDS[i]} {SECOND_WORDS[j]}"
+        for (i, j), dev in zip(pairs, is_dev)
+        if dev == (split == "dev")
+    ]
 
 
 def add_entity(world, rng, name, kind, values):
@@ -160,7 +209,9 @@ def make_world(rng, names, sizes=None, num_hard=0):
     sizes = sizes or SIZES
     world = World()
     if sum(sizes.values()) > len(names):
-        raise ValueError(f"a world of {sum(sizes.values())} names needs more than {len(names)} word pairs")
+        raise ValueError(
+            f"a world of {sum(sizes.values())} names needs more than {len(names)} word pairs"
+        )
     drawn = rng.sample(names, sum(sizes.values()))
     for kind, size in sizes.items():
         world.by_type[kind], drawn = drawn[:size], drawn[size:]
@@ -169,9 +220,12 @@ def make_world(rng, names, sizes=None, num_hard=0):
         for name in members:
             values = []
             for relation in relations:
-                others = [v for v in rng.sample(world.by_type[RELATIONS[relation].object], 2) if v != name]
+                others = [
+                    v for v in rng.sample(world.by_type[RELATIONS[relation].object], 2) if v != name
+                ]
                 values.append((relation, others[0]))
-            if kind == "person":  # two sentences a passage: the birthplace, and either the spouse or the teacher
+            # Two sentences a passage: the birthplace, and either the spouse or the teacher
+            if kind == "person":
                 values.pop(rng.choice([1, 2]))
             add_entity(world, rng, name, kind, values)
     add_famous(world)
@@ -184,7 +238,9 @@ def make_world(rng, names, sizes=None, num_hard=0):
 
 
 def add_papers(world, rng, person):
-    """A person's papers: one of them tells where the grave is, and only its keyword brings it to the top."""
+    """A person's papers: one of them tells where the grave is, and only its keyword brings it to
+    the top.
+    """
     grave_paper, place = rng.choice(PAPERS), rng.choice(world.by_type["city"])
     for paper in PAPERS:
         if paper == grave_paper:
@@ -196,7 +252,9 @@ def add_papers(world, rng, person):
 
 
 def sample_chain(rng, world, length):
-    """A random walk over the facts. Returns (start, [relations], [subjects], answer), or None at a dead end."""
+    """A random walk over the facts. Returns (start, [relations], [subjects], answer), or None at a
+    dead end.
+    """
     kind = rng.choice(list(world.by_type))
     subject = rng.choice(world.by_type[kind])
     relations, subjects = [], []
@@ -213,11 +271,15 @@ def sample_chain(rng, world, length):
 
 
 def sample_hard(rng, world, length):
-    """A question for a grave: directly (length 1), or by way of a fact whose value is the person (length 2)."""
+    """A question for a grave: directly (length 1), or by way of a fact whose value is the person
+    (length 2).
+    """
     person = rng.choice(list(world.graves))
     if length == 1:
         return person, ["grave"], [person], world.graves[person][1]
-    sources = [(s, r) for s, facts in world.facts.items() for r, value in facts.items() if value == person]
+    sources = [
+        (s, r) for s, facts in world.facts.items() for r, value in facts.items() if value == person
+    ]
     if not sources:
         return None
     start, relation = rng.choice(sources)
@@ -236,13 +298,21 @@ def ask(rng, start, relations, famous=False):
         return rng.choice(FORWARD_FRAMES).format(x=start, steps=steps)
     phrase = "".join(f"the {noun} of " for noun in reversed(nouns)) + start
     last = relations[-1]
-    wh = "Where is" if last == "grave" else "Who is" if RELATIONS[last].object == "person" else "What is"
+    wh = (
+        "Where is"
+        if last == "grave"
+        else "Who is"
+        if RELATIONS[last].object == "person"
+        else "What is"
+    )
     frame = rng.choice(FAMOUS_FRAMES if famous else FRAMES)
     return frame.format(wh=wh.lower() if not frame.startswith("{wh}") else wh, np=phrase)
 
 
 def oracle_queries(world, relations, subjects):
-    """The queries that find each fact of the chain, in order: the subject's name and the fact's keyword."""
+    """The queries that find each fact of the chain, in order: the subject's name and the fact's
+    keyword.
+    """
     keywords = [world.graves[s][0] if r == "grave" else r for s, r in zip(subjects, relations)]
     return [f"{subject} {keyword}" for subject, keyword in zip(subjects, keywords)]
 
@@ -250,12 +320,14 @@ def oracle_queries(world, relations, subjects):
 def evidence_titles(world, relations, subjects):
     """The titles of the passages that hold the chain's facts, in order."""
     return [
-        f"{world.graves[s][0].capitalize()} of {s}" if r == "grave" else s for s, r in zip(subjects, relations)
+        f"{world.graves[s][0].capitalize()} of {s}" if r == "grave" else s
+        for s, r in zip(subjects, relations)
     ]
 
 
 def needs_all_searches(world, retriever, relations, subjects):
-    """True if the query for each fact brings its own passage and no later one of the chain: no search can be saved.
+    """True if the query for each fact brings its own passage and no later one of the chain: no
+    search can be saved.
 
     Queries with and without the fact's keyword are tried.
     """
@@ -293,15 +365,25 @@ def make_questions(rng, world, split):
             if chain is None or not needs_all_searches(world, retriever, chain[1], chain[2]):
                 continue
             start, relations, subjects, answer = chain
-            missing -= add(group, ask(rng, start, relations), answer, evidence_titles(world, relations, subjects), hops)
+            missing -= add(
+                group,
+                ask(rng, start, relations),
+                answer,
+                evidence_titles(world, relations, subjects),
+                hops,
+            )
     rng.shuffle(questions)
     for i, question in enumerate(questions):
         question["id"] = f"{split}_{i}"
-    return [{key: q[key] for key in ("id", "question", "golden_answers", "metadata")} for q in questions]
+    return [
+        {key: q[key] for key in ("id", "question", "golden_answers", "metadata")} for q in questions
+    ]
 
 
 def famous_questions(split):
-    """(text, subject, relation) for every wording of every famous fact of a split; a fifth of the pairs is dev."""
+    """(text, subject, relation) for every wording of every famous fact of a split; a fifth of the
+    pairs is dev.
+    """
     scratch = World()
     texts = []
     for i, (name, relation) in enumerate(add_famous(scratch)):
@@ -320,15 +402,24 @@ def write_jsonl(path, rows):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Make the tiny world.")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives another world (default 0, as shipped)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tinyworld", help="folder to write to")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="another seed gives another world (default 0, as shipped)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "tinyworld", help="folder to write to"
+    )
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "dev"):
         rng = random.Random(f"{args.seed} {split}")
         world = make_world(rng, name_pairs(split), num_hard=HARD_PEOPLE[split])
         questions = make_questions(rng, world, split)
-        corpus = [{"id": p["id"], "contents": f'"{p["title"]}"\n{p["text"]}'} for p in world.passages]
+        corpus = [
+            {"id": p["id"], "contents": f'"{p["title"]}"\n{p["text"]}'} for p in world.passages
+        ]
         write_jsonl(args.out / f"{split}_corpus.jsonl", corpus)
         write_jsonl(args.out / f"{split}.jsonl", questions)
         print(f"{split}: {len(corpus)} passages, {len(questions)} questions")

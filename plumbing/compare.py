@@ -16,10 +16,8 @@ NO_SETTING |= {"sample_every", "save_every"}
 
 def load_arms(run_dirs):
     """Runs from their eval.json and config.json: {setting: [{"sampled": R, "greedy": R} a seed]}.
-
     Runs that differ in the seed alone are one setting; what was measured before training comes
-    first. Raises DataError or OSError where a file is missing or broken.
-    """
+    first. Raises DataError or OSError where a file is missing or broken."""
     before, after, configs = {}, {}, {}
     for folder in dict.fromkeys(map(Path, run_dirs)):
         configs[folder] = {"reward": folder.name} | read_json(folder / "config.json")
@@ -88,10 +86,8 @@ def compare_rows(arms):
 
 def side_by_side(run_dirs, read_trajectories, count, where=None):
     """The paper's case study: {run: [(Trajectory, Score)]} of questions that all runs answered.
-
     Questions on which the runs made different numbers of searches come first. `where` speaks of the
-    first run. Raises DataError.
-    """
+    first run. Raises DataError."""
     runs, names = {}, [Path(folder).name for folder in run_dirs]
     for folder in map(Path, run_dirs):
         path = folder / HELD_OUT

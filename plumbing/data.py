@@ -36,11 +36,7 @@ def new_id(record, where, seen):
 
 
 def split_contents(contents):
-    r"""Title and text of `contents`: the first line is the title; a single line is all text.
-
-    >>> split_contents('"Paris"\nParis is in France.')
-    ('Paris', 'Paris is in France.')
-    """
+    """Title and text of `contents`: the first line is the title; a single line is all text."""
     title, newline, text = contents.partition("\n")
     if not newline:
         return "", contents
@@ -51,10 +47,8 @@ def split_contents(contents):
 
 def load_corpus(path):
     r"""Passages of a JSONL corpus in file order: list of {"id", "title", "text"}, as they stand.
-
     A line is {"id", "contents": "\"Title\"\ntext"} (Search-R1, FlashRAG) or {"id", "title", "text"}.
-    Raises DataError (file and line) for what is malformed, missing, blank or double.
-    """
+    Raises DataError (file and line) for what is malformed, missing, blank or double."""
     passages, seen = [], {}
     for where, record in read_jsonl(path):
         is_corpus = "text" in record or "contents" in record
@@ -85,10 +79,8 @@ def are_strings(value):
 
 def load_questions(path, limit=None):
     """The first `limit` of the questions of a JSONL file, as they stand in `Task`.
-
     `golden_answers` (in the file one string will do) needs one that is not blank; `metadata` is {}
-    where absent. Raises DataError as `load_corpus`.
-    """
+    where absent. Raises DataError as `load_corpus`."""
     questions, seen = [], {}
     for where, record in read_jsonl(locate(path)):
         is_corpus = "question" not in record and ("contents" in record or "text" in record)

@@ -13,22 +13,9 @@ from plumbing.tables import groups_of, label
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)), "-", "-")
 MARKERS = ("o", "s", "^", "D", "v", "P", "p")
-CURVES = ("reward", "reward/format", "reward/outcome", "reward/efficiency", "reward/quality", "em")
-CURVES += (
-    "search_depth",
-    "over_search_ratio",
-    "eval/reward",
-    "valid_action_ratio",
-    "kl",
-    "entropy",
-)
-CURVES += (
-    "frac_reward_zero_std",
-    "tokens",
-    "seconds/rollout",
-    "seconds/self_answer",
-    "seconds/update",
-)
+CURVES = """reward reward/format reward/outcome reward/efficiency reward/quality em search_depth
+over_search_ratio eval/reward valid_action_ratio kl entropy frac_reward_zero_std tokens
+seconds/rollout seconds/self_answer seconds/update""".split()
 
 
 def check_ending(option, path):
@@ -60,10 +47,8 @@ def figure_of(path, panels, columns, size, title, **shared):
 
 def plot_curves(run_dirs, path):
     """Training curves of runs (finished, going on or killed), a panel per metric.
-
     Thin: as logged, bold: running mean. Of a step logged twice, after a resume, the last line
-    counts. Raises DataError, OSError.
-    """
+    counts. Raises DataError, OSError."""
     runs, known = {}, set()
     for folder in map(Path, run_dirs):
         by_step = {row["step"]: row for row in read_log(folder / "metrics.jsonl")}
@@ -143,9 +128,7 @@ def plot_compare(arms, path, forced=None):
 
 def plot_arm(ax, results, group, name, i):
     """The point of setting number `i`, 0 being what was before training; returns its depth.
-
-    None is hidden: later ones are smaller and on top, number 0 is a ring around them.
-    """
+    None is hidden: later ones are smaller and on top, number 0 is a ring around them."""
     x, dx = compare.over_seeds(results, "sampled", group, "sd")
     y, dy = compare.over_seeds(results, "sampled", group, "em")
     if x is None:

@@ -19,7 +19,7 @@ class SearchError(RuntimeError):
     """A search server gave no usable answer: one line with URL, status, start of the body."""
 
 
-UNUSABLE = (DataError, SearchError, OSError, OverflowError)  # OverflowError: a port that is none
+UNUSABLE = (DataError, SearchError, OSError, OverflowError)  # the last: a port that is none
 
 
 def run_script(name, main):
@@ -36,11 +36,7 @@ def run_script(name, main):
 
 
 def error_line(error):
-    """The first line of an error's message; what a terminal might obey (escapes, marks) goes.
-
-    >>> error_line(DataError("a\\x1b[2Jb\\u202e: damaged\\nmore"))
-    'a?[2Jb?: damaged'
-    """
+    """The first line of an error's message; what a terminal might obey (escapes, marks) goes."""
     first = str(error).partition("\n")[0] or type(error).__name__
     return "".join(char if char.isprintable() else "?" for char in first)
 
@@ -86,12 +82,14 @@ def read_jsonl(path):
     except DataError:
         raise
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+        problem, where = f"cannot be read: {error.strerror or error}", path
     except json.JSONDecodeError as error:
-        text = f"{where}: not valid JSON: {error.msg} (column {error.colno})"
-        raise DataError(text) from None
+        problem = f"not valid JSON: {error.msg} (column {error.colno})"
     except (ValueError, RecursionError) as error:  # no UTF-8, surrogates, thousands of digits
-        raise DataError(f"{where}: {error}") from None
+        problem = error
+    else:
+        return
+    raise DataError(f"{where}: {problem}")
 
 
 def read_json(path):
@@ -135,21 +133,21 @@ def write_json(path, record):
     write_text(path, json.dumps(record, indent=1))
 
 
-def json_line(record):
-    """A record as a line of a JSONL file."""
-    return json.dumps(record, ensure_ascii=False) + "\n"
+def write_jsonl(path, records):
+    """Write a whole JSONL file. Raises OSError."""
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    write_text(path, "".join(lines))
 
 
 def append_line(path, record):
     """Add a record to a JSONL file. Raises OSError."""
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json_line(record))
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 @contextmanager
 def new_folder(place):
     """A folder to write into that becomes `place` when it is complete, or goes if it cannot be.
-
     What `place` held is kept as `place`.old. A kill at any moment leaves one of the two, complete.
     """
     place, beside, old = Path(place), Path(f"{place}.tmp"), Path(f"{place}.old")
@@ -168,6 +166,6 @@ def new_folder(place):
 def check_writable(option, path):
     """Raise DataError where the file of an option, if it is given, could not be written."""
     if path:
-        folder = Path(path).parent
+        folder, is_folder = Path(path).parent, Path(path).is_dir()
         check(os.access(folder, os.W_OK), f"{option} {path}", f"{folder} is no writable folder")
-        check(not Path(path).is_dir(), f"{option} {path}", "is a folder")
+        check(not is_folder, f"{option} {path}", "is a folder")

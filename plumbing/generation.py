@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from plumbing.files import DataError
+from plumbing.files import check
 from plumbing.models import encode
 
 
@@ -29,22 +29,20 @@ class Sampler:
         """Token ids (B,) drawn from logits (B, V); the most likely ones at temperature 0."""
         if self.temperature == 0:
             return logits.argmax(-1)
+        probabilities = (logits / self.temperature).softmax(-1)
         try:
-            probabilities = (logits / self.temperature).softmax(-1)
             return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
         except RuntimeError as error:
-            if "nan" not in str(error):
-                raise
-        raise DataError("nothing can be sampled: the model's logits are not finite")
+            where, problem = "nothing can be sampled", "the model's logits are not finite"
+            check("nan" not in str(error), where, problem)
+            raise
 
 
 class CachedBatch:
     """Rows of token ids that grow together in one key-value cache.
-
     Rows differ in length: new ids are padded on the left, the padding is masked, and positions
     count real tokens only. The last token that a row sampled has not yet gone through the model; it
-    waits in `pending` for what follows it.
-    """
+    waits in `pending` for what follows it."""
 
     def __init__(self, policy, num_rows):
         self.policy, self.device = policy, policy.model.device
@@ -52,9 +50,9 @@ class CachedBatch:
         self.eos_ids = {policy.tokenizer.eos_token_id, *(ends if type(ends) is list else [ends])}
         self.may_end = {}  # token id -> does its text hold `<` or `>`, without which no turn ends?
         self.cache = DynamicCache(config=policy.model.config)
-        if any(type(layer) is not DynamicLayer for layer in self.cache.layers):
-            kind = policy.model.config.model_type
-            raise DataError(f"{kind}: only models with full attention in every layer are supported")
+        is_full = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        problem = "only models with full attention in every layer are supported"
+        check(is_full, policy.model.config.model_type, problem)
         self.cache.layers = [GrowingLayer() for _ in self.cache.layers]
         self.mask = torch.zeros(num_rows, 0, dtype=torch.long, device=self.device)  # (B, columns)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=self.device)  # (B,)
@@ -82,22 +80,16 @@ class CachedBatch:
         positions = (self.lengths[:, None] + new.cumsum(1) - 1).clamp(min=0)
         self.mask = torch.cat([self.mask, new], 1)
         self.lengths = self.lengths + new.sum(1)
-        output = self.policy.model(
-            input_ids=torch.tensor(ids, device=self.device),
-            attention_mask=self.mask,
-            position_ids=positions,
-            cache=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
+        new_ids, how = (
+            torch.tensor(ids, device=self.device),
+            {"use_cache": True, "cache": self.cache},
         )
-        return output.logits[:, -1].float()
+        how |= {"attention_mask": self.mask, "position_ids": positions, "logits_to_keep": 1}
+        return self.policy.model(input_ids=new_ids, **how).logits[:, -1].float()
 
-    def write(self, logits, limit, stops, sampler, on_text=None):
+    def write(self, logits, limit, stops, sampler):
         """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit.
-
-        stops: a compiled pattern, looked for in the decoded text. on_text: called after every token
-        with the first row's text so far. Returns lists of ids.
-        """
+        stops: a compiled pattern, looked for in the decoded text. Returns lists of ids."""
         written = [[] for _ in logits]
         is_open = [True] * len(written)
         for position in range(limit):
@@ -106,8 +98,6 @@ class CachedBatch:
                 if is_open[row]:
                     ids.append(sampled[row])
                     is_open[row] = not self.is_over(ids, stops)
-            if on_text:
-                on_text(self.decode(written[0]))
             if position == limit - 1 or not any(is_open):
                 break
             new = [[token] if is_open[row] else [] for row, token in enumerate(sampled)]
@@ -154,9 +144,7 @@ class CachedBatch:
 
 def force_search(batch, logits, limit, sampler):
     """A turn of `limit` tokens that must search (the paper's Figure 2): a list of Written.
-
-    The policy thinks and fills in the query, the environment opens and closes the tag.
-    """
+    The policy thinks and fills in the query, the environment opens and closes the tag."""
     decode, opening, closing = batch.policy.tokenizer.decode, "</think> <search>", "</search>"
     room = limit - len(encode(batch.policy.tokenizer, opening + closing))
     thoughts = write_until(batch, logits, room - limit // 4, "</think>", opening, sampler)
@@ -168,9 +156,7 @@ def force_search(batch, logits, limit, sampler):
 
 def write_until(batch, logits, limit, end, addition, sampler):
     """Sample up to the text `end` and put `addition` in its place: pieces of rows, as in Written.
-
-    The last token is not in the cache yet and may hold more than the end: it is written anew.
-    """
+    The last token is not in the cache yet and may hold more than the end: it is written anew."""
     rows, tokenizer = [], batch.policy.tokenizer
     for ids in batch.write(logits, limit, re.compile(end), sampler):
         text = batch.decode(ids).split(end)[0] + addition
@@ -194,9 +180,7 @@ class GrowingLayer(DynamicLayer):
 
 def extended(cached, new, room=128):
     """`cached` (B, H, L, D) and `new` (B, H, n, D) behind it, in place where there is room.
-
-    `cached` is always the beginning of a larger buffer; freed columns are simply written over.
-    """
+    `cached` is always the beginning of a larger buffer; freed columns are simply written over."""
     length, total = cached.shape[2], cached.shape[2] + new.shape[2]
     capacity = cached.stride(1) // cached.stride(2)  # columns of that buffer
     if length == 0 or total > capacity:

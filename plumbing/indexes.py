@@ -40,11 +40,10 @@ def load(path):
         meta = json.loads(file["meta"].tobytes())
         passages, words = meta["passages"], {word: w for w, word in enumerate(meta["words"])}
         index = Index(passages, words, file["starts"], file["where"], file["weight"])
-        starts, where, weight = index.starts, index.where, index.weight
+        _, _, starts, where, weight = index
         good = all(isinstance(p[key], str) for p in passages for key in ("id", "title", "text"))
-        good = good and starts.dtype == where.dtype == np.int64 and weight.dtype == np.float64
-        good = good and meta["format"] == FORMAT and starts[-1] == len(where) == len(weight)
-        good = good and starts[0] == 0 and (np.diff(starts) > 0).all()
-        good = good and len(words) == len(starts) - 1 and len(passages) > where.max()
-        check(good and where.min() >= 0, problem, "the parts do not fit together")
+        good &= starts.dtype == where.dtype == np.int64 and weight.dtype == np.float64
+        good &= meta["format"] == FORMAT and starts[-1] == len(where) == len(weight)
+        good &= len(words) == len(starts) - 1 and starts[0] == 0 and (np.diff(starts) > 0).all()
+        check(good and 0 <= where.min() <= where.max() < len(passages), problem, "it does not fit")
     return index

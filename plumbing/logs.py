@@ -12,6 +12,9 @@ from plumbing import files, show
 
 SAMPLES = "trajectories.jsonl"  # of a run: sampled while it trained
 METRICS = "metrics.jsonl"
+NO_SIGNAL = "the questions are too easy or too hard for this policy, or --temperature is too low"
+INVALID = "the policy needs a cold start, or forgets the format and --learning_rate is too high"
+COLLAPSED = "the policy has collapsed to one text; lower --learning_rate, raise --beta"
 
 
 class Clock:
@@ -50,9 +53,7 @@ class Logbook:
 
     def add(self, row, trajectories, scores):
         """Write and show a step: metrics (6 digits, None if not finite), a sample, warnings.
-
-        Raises DataError when training cannot go on.
-        """
+        Raises DataError when training cannot go on."""
         for key, value in row.items():
             if isinstance(value, float):
                 row[key] = round(value, 6) if math.isfinite(value) else None
@@ -95,7 +96,7 @@ def drop_later_lines(path, first_step):
     if not path.exists():
         return []
     rows = [row for row in files.read_log(path) if row["step"] < first_step]
-    files.write_text(path, "".join(map(files.json_line, rows)))
+    files.write_jsonl(path, rows)
     return rows
 
 
@@ -108,37 +109,22 @@ def check_updates(rows):
 
 
 def symptoms(rows, max_searches):
-    """What is wrong with the last of these metric rows: messages with the likely cause.
-
-    >>> row = {"frac_reward_zero_std": 0.5, "valid_action_ratio": 0.9, "entropy": 0.3}
-    >>> symptoms([row | {"search_depth": 0.0}], 4)
-    ['nobody searches any more: searches cost more than they bring, or none is needed']
-    """
-    row, last, found = rows[-1], rows[-5:], []
-    if len(last) == 5 and all(r["frac_reward_zero_std"] == 1 for r in last):
-        found.append(
-            "no group had a signal for 5 steps (all its rewards equal): the questions are too easy or "
-            "too hard for this policy, or --temperature is too low"
-        )
+    """What is wrong with the last of these metric rows: messages with the likely cause."""
+    row, last = rows[-1], rows[-5:]
+    no_signal = all(r["frac_reward_zero_std"] == 1 for r in last)
+    floor = 0.01 * (rows[0]["entropy"] or 0.0)
+    collapsed = all(r["entropy"] is not None and r["entropy"] < floor for r in last)
+    found = []
+    if len(last) == 5 and no_signal:
+        found.append("no group had a signal for 5 steps (all its rewards equal): " + NO_SIGNAL)
     if row["valid_action_ratio"] < 0.5:
-        found.append(
-            "under half of the actions are valid: the model never knew the format and needs a cold "
-            "start, or it forgets it and --learning_rate is too high"
-        )
+        found.append("under half of the actions are valid: " + INVALID)
     if row["search_depth"] == 0:
-        found.append(
-            "nobody searches any more: searches cost more than they bring, or none is needed"
-        )
+        found.append("nobody searches any more: searches cost too much, or none is needed")
     if row["search_depth"] == max_searches:
-        found.append(
-            "everybody searches to the limit: stopping is not worth more, or --max_searches is low"
-        )
-    known = [r["entropy"] for r in last if r["entropy"] is not None]
-    if len(known) == 5 and max(known) < 0.01 * (rows[0]["entropy"] or 0.0):
-        found.append(
-            "entropy was under 1% of its start for 5 steps: the policy has collapsed to one text; "
-            "lower --learning_rate, raise --beta"
-        )
+        found.append("everybody searches to the limit: stopping pays too little, or it is too low")
+    if len(last) == 5 and collapsed:
+        found.append("entropy was under 1% of its start for 5 steps: " + COLLAPSED)
     return found
 
 
@@ -147,8 +133,8 @@ def open_tracker(run, settings):
     if settings.report_to == "wandb":
         import wandb
 
-        config = asdict(settings)
-        tracker = wandb.init(project="autosearch", name=run.name, dir=run, config=config)
+        how = {"name": run.name, "dir": run, "config": asdict(settings)}
+        tracker = wandb.init(project="autosearch", **how)
         return lambda row: tracker.log(row, step=row["step"])
     if settings.report_to == "none":
         return lambda row: None

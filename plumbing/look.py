@@ -34,9 +34,7 @@ def check_names(args, questions):
 
 def save_reports(args, reports, out, saved, is_own):
     """Print {depth: R}, add it to what `out` has `saved`, and return it as sections of a page.
-
-    is_own: `out` is a run's eval.json, which holds "before" and "after" training too.
-    """
+    is_own: `out` is a run's eval.json, which holds "before" and "after" training too."""
     name, decoding = Path(args.run or args.model).name, "sampled" if args.temperature else "greedy"
     if args.force_depth:
         write_json(out, saved | {"forced": reports})
@@ -60,15 +58,17 @@ def saved_sections(args, result):
     return page.report(result, f"{result['n']} questions")
 
 
-def show_trajectories(args, pairs, sections):
-    """Print --show trajectories of those that --where chooses, from all over, and write the page."""
+def show_trajectories(args, pairs, sections, latest=False):
+    """Print --show trajectories, from all over or the `latest`, and write the page."""
     if args.show or args.html:
-        chosen = show.spread(show.choose(pairs, args.where), args.show or 10)
+        chosen, count = show.choose(pairs, args.where), args.show or 10
+        chosen = chosen[-count:] if latest else show.spread(chosen, count)
         if args.show:
             print("\n" + show.RULE.join(show.render_trajectory(*pair) for pair in chosen))
         if args.html:
             title = Path(args.run or args.trajectories or args.model).name
-            page.write(args.html, title, [*sections, page.trajectories(chosen)])
+            articles = {"heading": "Trajectories", "articles": page.cases({"": chosen})}
+            page.write(args.html, title, [*sections, articles])
 
 
 def compare_runs(args, read_trajectories):
@@ -87,7 +87,8 @@ def compare_runs(args, read_trajectories):
             forced = forced or read_json(path).get("forced")
         missing = args.reference and not forced
         ensure(not missing, f"--reference {args.reference}", "no report of --force_depth")
-        print(tables.as_text(compare.compare_rows(arms)))
+        rows = compare.compare_rows(arms)
+        print(tables.as_text(rows))
         figures.plot_compare(arms, figure, forced)
         print(figure)
         cases = {}
@@ -98,7 +99,9 @@ def compare_runs(args, read_trajectories):
             texts = [f"{name}\n\n{text}" for name, text in zip(cases, texts)]
             print(show.RULE.join(["", *texts]))
         if args.html:
-            drawn = page.figure("Accuracy against depth", figures.plot_compare, arms, forced)
-            rows = compare.compare_rows(arms)
-            sections = [drawn, page.table(rows, "Mean and standard deviation over seeds")]
-            page.write(args.html, "Comparison", sections + ([page.cases(cases)] if cases else []))
+            sections = [page.figure("Accuracy against depth", figures.plot_compare, arms, forced)]
+            sections.append({"heading": "Mean and standard deviation over seeds", "rows": rows})
+            if cases:
+                heading = "The same questions, side by side"
+                sections.append({"heading": heading, "articles": page.cases(cases)})
+            page.write(args.html, "Comparison", sections)

@@ -12,10 +12,8 @@ LOGITS_AT_ONCE = 2**26  # numbers: 256 MiB in float32
 
 def in_pieces(score, states, sampled, vocab_size):
     """`score(states, sampled)`, so many rows at a time that their logits (n, V) stay small.
-
     The logits of one piece at a time are in memory, also in the backward pass, which computes them
-    again. Returns the results of all pieces joined: a list of tensors (N,).
-    """
+    again. Returns the results of all pieces joined: a list of tensors (N,)."""
     size = max(1, LOGITS_AT_ONCE // vocab_size)
     if len(states) <= size:
         return score(states, sampled)
@@ -26,13 +24,12 @@ def in_pieces(score, states, sampled, vocab_size):
 
 
 def peak_memory():
-    """Most bytes in use until now: of the GPU where there is one, else of this process."""
+    """Most GiB in use until now: of the GPU where there is one, else of this process."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    import resource  # not there on Windows
+        return torch.cuda.max_memory_allocated() / 2**30
+    from resource import RUSAGE_SELF, getrusage  # not there on Windows
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return getrusage(RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 @contextmanager
@@ -41,4 +38,4 @@ def measured(phase):
     start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
-    print(f"{phase:>12}  {seconds:8.1f} s   peak {peak_memory() / 2**30:6.2f} GiB", flush=True)
+    print(f"{phase:>12}  {seconds:8.1f} s   peak {peak_memory():6.2f} GiB", flush=True)

@@ -36,15 +36,13 @@ class Policy(NamedTuple):
 
 def load_tokenizer(path):
     """The tokenizer of a model folder or hub name. Raises DataError where there is none.
-
     `AutoTokenizer` chooses the class by the model's type; a file that declares the generic class,
-    as the tiny model's does, would be given Qwen2's splitting rules by it.
-    """
-    is_folder = os.path.isdir(path)
-    has_config = not is_folder or os.path.isfile(os.path.join(path, "config.json"))
-    check(has_config, path, "no model folder, config.json is missing")
-    with on_failure(f"{path}: neither a model folder nor a model of the hub"):
-        if not is_folder and not try_to_load_from_cache(path, "config.json"):
+    as the tiny model's does, would be given Qwen2's splitting rules by it."""
+    if os.path.isdir(path):
+        has_config = os.path.isfile(os.path.join(path, "config.json"))
+        check(has_config, path, "no model folder, config.json is missing")
+    elif not try_to_load_from_cache(path, "config.json"):
+        with on_failure(f"{path}: neither a model folder nor a model of the hub"):
             HfApi().model_info(path, timeout=3)  # once; below, each file would be asked for
     with on_failure(f"{path}: no model with a tokenizer"):
         declared = get_tokenizer_config(path).get("tokenizer_class")
@@ -67,21 +65,16 @@ def check_model(path, max_context, adapter=None):
     with on_failure(f"{path}: no model"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or max_context
-    check(
-        max_context <= positions,
-        f"--max_context {max_context}",
-        f"{path} has {positions} positions",
-    )
+    where, problem = f"--max_context {max_context}", f"{path} has {positions} positions"
+    check(max_context <= positions, where, problem)
     for name in ("adapter_config.json", "adapter_model.safetensors") if adapter else ():
         is_there = os.path.isfile(os.path.join(adapter, name))
         check(is_there, adapter, f"no adapter there, {name} is missing")
 
 
 def device_and_dtype():
-    """Where a model runs, and in which precision: float32, but bfloat16 on CUDA GPUs.
-
-    float16 on older ones: its gradients may overflow, and such updates are skipped and counted.
-    """
+    """Where a model runs, and in which precision: bfloat16 on CUDA GPUs that have it, or float16,
+    whose gradients may overflow (such updates are skipped and counted); elsewhere float32."""
     if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return "cuda:0", torch.bfloat16 if has_bf16 else torch.float16
@@ -100,10 +93,8 @@ def check_4bit(in_4bit):
 
 def load_base_model(path, in_4bit=False, dtype=None):
     """A causal LM from safetensors files, its linear layers in 4 bits (NF4) if wanted.
-
     dtype: of everything else, by default as `device_and_dtype` says. No code that comes with the
-    model is run. Raises DataError where it is damaged, or where 4 bits are not to be had.
-    """
+    model is run. Raises DataError where it is damaged, or where 4 bits are not to be had."""
     device, usual_dtype = device_and_dtype()
     options = {"dtype": dtype or usual_dtype, "device_map": {"": device}, "use_safetensors": True}
     if check_4bit(in_4bit):
@@ -147,9 +138,7 @@ def load_policy(path, adapter=None, in_4bit=False):
 
 def load_trainable(settings, adapter=None):
     """The Policy to train, with a fresh LoRA adapter or the one in the folder `adapter`.
-
-    Raises DataError, also for a model whose logits the loss would get wrong.
-    """
+    Raises DataError, also for a model whose logits the loss would get wrong."""
     from peft import LoraConfig, get_peft_model
 
     path = locate(settings.model)
@@ -174,7 +163,6 @@ def trainable(model):
 @contextmanager
 def inference_weights(model):
     """Eval mode, the adapter merged into float32 weights: rollouts are a third faster.
-
     The base weights are put back bit by bit: subtracting the adapter would leave rounding errors.
     """
     was_training, weights = model.training, []

@@ -15,10 +15,8 @@ from plumbing.files import ROOT, DataError, check, read_json
 
 def setting(default, text, **more):
     """A dataclass field with its help text.
-
     `low` and `high` are the least and the greatest number allowed, `above` is a bound that it must
-    exceed; anything else goes to `add_argument`.
-    """
+    exceed; anything else goes to `add_argument`."""
     return field(default=default, metadata={"help": text, **more})
 
 
@@ -92,25 +90,21 @@ class RunSettings:
     seed: int = setting(0, "the same seed gives the same run", low=0, high=2**32 - 1)
     lora_r: int = setting(16, "rank of the LoRA adapter", low=1)
     lora_alpha: int = setting(32, "scale of the LoRA adapter: alpha / r", low=1)
-    lora_targets: str = setting(
-        "all-linear", "layers with one: all-linear, or a regular expression"
-    )
+    lora_targets: str = setting("all-linear", "layers with one, or a regular expression of names")
     load_in_4bit: bool | None = setting(None, "4-bit NF4 base weights; default: with CUDA only")
     gradient_checkpointing: bool = setting(False, "recompute activations, to save memory")
 
 
 def read_preset(name):
     """The settings in data/presets/NAME.json. Raises DataError."""
-    known = sorted(path.stem for path in (ROOT / "data" / "presets").glob("*.json"))
-    check(name in known, f"--preset {name}", f"choose one of {', '.join(known)}")
-    return read_json(ROOT / "data" / "presets" / f"{name}.json")
+    paths = {path.stem: path for path in sorted((ROOT / "data" / "presets").glob("*.json"))}
+    check(name in paths, f"--preset {name}", f"choose one of {', '.join(paths)}")
+    return read_json(paths[name])
 
 
 def parse_training(kind, arguments, description):
     """(settings, of dataclass `kind`, and the run to go on with, or None) of train.py's command line.
-
-    Raises DataError for options that do not go together.
-    """
+    Raises DataError for options that do not go together."""
     settings = parse(kind, arguments, description)
     if settings.resume:
         words = [word.split("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)]
@@ -120,9 +114,8 @@ def parse_training(kind, arguments, description):
         resumed = read_config(kind, settings.resume)
         resumed.merge = settings.merge
         return resumed, Path(settings.resume)
-    check(
-        not settings.merge, "--merge writes the model of a run", "say which by --resume runs/NAME"
-    )
+    where, how = "--merge writes the model of a run", "say which by --resume runs/NAME"
+    check(not settings.merge, where, how)
     if settings.preset:
         settings = parse(kind, arguments, description, read_preset(settings.preset))
     settings.load_in_4bit = models.check_4bit(settings.load_in_4bit)

@@ -8,11 +8,6 @@ from plumbing import figures, show, tables
 from plumbing.files import read_json, write_text
 
 
-def table(rows, heading, line=None):
-    """Rows as a section, with a line of text below."""
-    return {"heading": heading, "rows": rows, "line": line}
-
-
 def figure(heading, draw, *arguments):
     """A figure as a section: `draw(arguments[0], path, arguments[1:])` writes it as SVG."""
     with tempfile.TemporaryDirectory() as folder:
@@ -23,10 +18,11 @@ def figure(heading, draw, *arguments):
 
 def report(result, heading):
     """A report as sections: the metrics, depth against need, what they depend on."""
-    sections, depth = [table(tables.report_rows(result), heading)], result["depth"]
+    sections, depth = [{"heading": heading, "rows": tables.report_rows(result)}], result["depth"]
     if depth:
-        heading, line = "Searches made against searches needed", tables.depth_line(depth)
-        sections.append(table(tables.depth_rows(depth), heading, line))
+        section = {"heading": "Searches made against searches needed"}
+        section |= {"rows": tables.depth_rows(depth), "line": tables.depth_line(depth)}
+        sections.append(section)
     return [*sections, {"settings": result["settings"]}]
 
 
@@ -34,8 +30,8 @@ def forced(reports, name):
     """{depth: R} as sections, none where nothing was forced."""
     if not reports:
         return []
-    rows, heading = tables.forced_rows(reports), "Accuracy and over-search ratio by forced depth"
-    return [figure("Forced depth", figures.plot_forced, reports, name), table(rows, heading)]
+    table = {"heading": "Accuracy and over-search ratio", "rows": tables.forced_rows(reports)}
+    return [figure("Forced depth", figures.plot_forced, reports, name), table]
 
 
 def run(folder):
@@ -43,7 +39,8 @@ def run(folder):
     folder, sections = Path(folder), []
     result = read_json(folder / "eval.json") if (folder / "eval.json").exists() else {}
     if "before" in result:
-        sections.append(table(tables.before_after_rows(result), "Held-out questions"))
+        rows = tables.before_after_rows(result)
+        sections.append({"heading": "Held-out questions", "rows": rows})
     for decoding, after in result.get("eval", result.get("after", {})).items():
         sections += report(after, f"Held-out questions after training, {decoding}")
     if (folder / "metrics.jsonl").exists():
@@ -59,20 +56,16 @@ def article(trajectory, score, name=""):
     for block in show.describe(trajectory, score):
         blocks.append([(title, show.printable(text), kind) for title, text, kind in block])
     question = show.printable(trajectory.question["question"])
-    return {"question": question, "head": f"{name} {verdict}".strip(), "blocks": blocks}
-
-
-def trajectories(pairs):
-    """[(Trajectory, Score)] as a section."""
-    return {"heading": "Trajectories", "rows_of_articles": [[article(*pair)] for pair in pairs]}
+    head = f"{name}: {verdict}" if name else verdict
+    return {"question": question, "head": head, "blocks": blocks}
 
 
 def cases(runs):
-    """`compare.side_by_side` as a section: a column a run."""
+    """{run: [(Trajectory, Score)]} as rows of articles, a column a run."""
     rows = []
     for pairs in zip(*runs.values()):
-        rows.append([article(*pair, name=f"{name}:") for name, pair in zip(runs, pairs)])
-    return {"heading": "The same questions, side by side", "rows_of_articles": rows}
+        rows.append([article(*pair, name=name) for name, pair in zip(runs, pairs)])
+    return rows
 
 
 def write(path, title, sections):

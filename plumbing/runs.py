@@ -61,10 +61,8 @@ def versions():
 def git_commit():
     """The commit of the code, "-dirty" where files differ from it; None outside a repository."""
     command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    with suppress(OSError):
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-    except OSError:
-        return None
 
 
 def sha256(path):
@@ -74,7 +72,6 @@ def sha256(path):
 
 def save_checkpoint(model, optimizer, step, place):
     """Write adapter, optimizer and the number of steps done to the folder `place`.
-
     Nothing else is needed to go on exactly: questions, random numbers and learning rate follow from
     the seed and the step, held-out scores stand in metrics.jsonl. Raises DataError (a full disk).
     """
@@ -87,9 +84,7 @@ def save_checkpoint(model, optimizer, step, place):
 
 def save_step(model, optimizer, log, step, stop):
     """The best and the last checkpoint of a run, where they are due.
-
-    Raises KeyboardInterrupt once a run that was asked to stop is saved.
-    """
+    Raises KeyboardInterrupt once a run that was asked to stop is saved."""
     is_due = log.is_due(step)
     if is_due and log.is_best():
         save_checkpoint(model, optimizer, step + 1, log.run / "best")
@@ -105,7 +100,6 @@ def find_checkpoint(run):
     for name in ("adapter", "adapter.old"):  # a run killed while it wrote one has the one before
         if run and (Path(run) / name).exists():
             return Path(run) / name
-    return None
 
 
 def load_optimizer(optimizer, checkpoint):
@@ -122,9 +116,7 @@ def load_optimizer(optimizer, checkpoint):
 
 def write_merged(settings, run):
     """Write base model plus adapter, in 16 bits, as an ordinary model folder. Raises DataError.
-
-    The adapter is added to the unquantised weights: into 4-bit ones it would vanish in rounding.
-    """
+    The adapter is added to the unquantised weights: into 4-bit ones it would vanish in rounding."""
     adapter, out, path = find_checkpoint(run), settings.merge, files.locate(settings.model)
     check(adapter, run, "there is no adapter yet")
     check(not Path(out).exists(), f"--merge {out}", "exists already")
@@ -145,8 +137,7 @@ def stop_signals():
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        # print is not safe in a signal handler
-        os.write(2, b"\nfinishing this step; once more stops at once\n")
+        os.write(2, b"\nfinishing this step; once more stops at once\n")  # print is not safe here
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -20,19 +20,13 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 
 class SearchClient:
     """`BM25.search` on a search server.
-
     url: http(s)://HOST:PORT/retrieve, the path being added if there is none. timeout: seconds
     without a byte. retries: further tries, after backoff, 2 * backoff, 4 * backoff ... seconds.
-    batch_size: queries in one request. Raises DataError where `url` is none.
-    """
+    batch_size: queries in one request. Raises DataError where `url` is none."""
 
     def __init__(self, url, timeout=30.0, retries=3, backoff=0.5, batch_size=128):
-        self.timeout, self.retries, self.backoff, self.batch_size = (
-            timeout,
-            retries,
-            backoff,
-            batch_size,
-        )
+        self.timeout, self.retries = timeout, retries
+        self.backoff, self.batch_size = backoff, batch_size
         pattern = r"(https?://(?:[\w.-]+|\[[\da-f:]+\])(?::\d{1,5})?)(/[!-~]*)?"
         found = re.fullmatch(pattern, url, re.ASCII)
         problem = "not the URL of a search server, such as http://127.0.0.1:8000/retrieve"
@@ -51,12 +45,13 @@ class SearchClient:
 
     def ask(self, queries, k):
         """One request, sent again after what may pass: no answer, a server's error, no JSON."""
-        request = json.dumps({"queries": queries, "topk": k, "return_scores": True})
+        request = {"queries": queries, "topk": k, "return_scores": True}
         for attempt in range(self.retries + 1):
             time.sleep(self.backoff * 2 ** (attempt - 1) if attempt else 0)
             problem = "no answer"
             try:
-                response = self.post(request)
+                how = {"timeout": self.timeout, "allow_redirects": False}
+                response = self.session.post(self.url, json=request, **how)
                 problem = f"status {response.status_code}, body {response.content[:200]!r}"
                 if response.status_code == 200:
                     results = json.loads(response.content)["result"]
@@ -70,12 +65,6 @@ class SearchClient:
             except MALFORMED:
                 problem += ": not what Search-R1's protocol promises"
         raise SearchError(f"{self.url}: {problem} (tries: {attempt + 1})")
-
-    def post(self, request):
-        """The response of one request. Raises requests.RequestException."""
-        headers = {"Content-Type": "application/json"}
-        how = {"headers": headers, "timeout": self.timeout, "allow_redirects": False}
-        return self.session.post(self.url, request.encode(), **how)
 
 
 def read_hit(item):
@@ -104,22 +93,18 @@ def answer(body, retriever):
         limits = f"at most {MAX_QUERIES} queries of {MAX_QUERY} characters, topk 1 to {MAX_K}"
         usage = '{"queries": [str], "topk": 3, "return_scores": true}'
         return 400, {"error": f"expected {usage}, {limits}"}
-    results = []
-    for hits in retriever.search(queries, k):
-        results.append([])
-        for hit in hits:
+    results = retriever.search(queries, k)
+    for hits in results:
+        for i, hit in enumerate(hits):
             score = hit.pop("score")
-            document = {**hit, "contents": f'"{hit["title"]}"\n{hit["text"]}'}
-            scored = {"document": document, "score": score}
-            results[-1].append(scored if with_scores else document)
+            hit["contents"] = f'"{hit["title"]}"\n{hit["text"]}'
+            hits[i] = {"document": hit, "score": score} if with_scores else hit
     return 200, {"result": results}
 
 
 def make_server(retriever, host="127.0.0.1", port=8000):
     """A server of `retriever.search`, ready for `.serve_forever()`; port 0 takes a free one.
-
-    Bodies, query counts and lengths, k and silences are limited. Raises OSError.
-    """
+    Bodies, query counts and lengths, k and silences are limited. Raises OSError."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = MAX_SECONDS

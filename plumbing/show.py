@@ -1,6 +1,5 @@
 """Trajectories to look at: in a terminal, as they grow, and as parts of a page; choosing them."""
 
-import ast
 import operator
 import os
 import re
@@ -8,6 +7,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
+from contextlib import suppress
 
 import reward
 from plumbing.data import group_of
@@ -23,7 +23,8 @@ NAMES += ("tokens", "verdict")
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
 OPERATORS |= {">": operator.gt, ">=": operator.ge}
 VALUE = r"""-?\d+(?:\.\d+)?|'[^']*'|"[^"]*"|True|False|None"""
-COMPARISON = re.compile(rf"\s*(\w+)\s*(==|!=|<=|>=|<|>)\s*({VALUE})\s*")
+COMPARISON = rf"\s*(\w+)\s*(==|!=|<=|>=|<|>)\s*({VALUE})\s*"
+CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def verdict(trajectory, score):
@@ -34,10 +35,11 @@ def verdict(trajectory, score):
 
 
 def answer_line(name, raw, answer, golds):
-    """(name, text, kind) of an answer with its EM and F1; `raw` where none could be extracted."""
+    """(name, text, kind) of an answer, with EM and F1; `raw` where none could be extracted."""
     em, f1 = reward.exact_match(answer, golds), reward.f1(answer, golds)
     text = raw if answer is None else answer
-    return name, f"{text}  (EM {em:.0f}, F1 {f1:.2f})", "right" if em else "wrong"
+    scores = f"  (EM {em:.0f}, F1 {f1:.2f})" if golds else ""
+    return name, text + scores, "right" if em else "wrong"
 
 
 def turn_lines(number, turn, is_valid, golds):
@@ -65,7 +67,8 @@ def self_answer_lines(raw, golds):
 def describe(trajectory, score):
     """A scored Trajectory as blocks of lines (name, text, kind): question, each turn, verdict."""
     question, golds = trajectory.question, trajectory.question["golden_answers"]
-    head = [("question", question["question"], "question"), ("gold", " | ".join(golds), "gold")]
+    head = [("question", question["question"], "question")]
+    head.append(("gold", " | ".join(golds) or "not given", "gold"))
     blocks = [head + self_answer_lines(trajectory.self_answer_0, golds)]
     valid = reward.valid_steps(trajectory.steps)
     for i, turn in enumerate(trajectory.turns):
@@ -88,17 +91,12 @@ def printable(text):
     return shown
 
 
-def in_colour():
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
-
-
 def render_trajectory(trajectory, score, colour=None):
     """A scored Trajectory for the terminal, shortened to its width.
-
-    colour: None is yes where stdout is a terminal and NO_COLOR is not set.
-    """
-    colour = in_colour() if colour is None else colour
+    colour: None is yes where stdout is a terminal and NO_COLOR is not set."""
+    if colour is None:
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        colour = sys.stdout.isatty() and not plain
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 40), 120) - 14
     blocks = []
     for block in describe(trajectory, score):
@@ -113,35 +111,6 @@ def render_trajectory(trajectory, score, colour=None):
     return "\n\n".join(blocks)
 
 
-class Watcher:
-    """Prints a trajectory as it grows: the `on_text` of `rollout.rollout`."""
-
-    def __init__(self):
-        self.kind, self.shown = None, ""
-
-    def __call__(self, kind, text):
-        text = text.strip().rstrip("\ufffd")  # half a character: the next token completes it
-        text = "\n".join(map(printable, text.split("\n")))
-        if kind != self.kind or not text.startswith(self.shown):
-            print("\n  [self-answer] " if kind == "self_answer" else "\n", end="")
-            self.kind, self.shown = kind, ""
-        print(text[len(self.shown) :], end="", flush=True)
-        self.shown = text
-
-
-def print_outcome(trajectory, score=None):
-    """What a watched trajectory came to; with a score, its rewards step by step."""
-    answer = trajectory.answer
-    answer = f"none ({trajectory.stop})" if answer is None else printable(answer)
-    counts = f"searches: {trajectory.search_depth}   tokens: {trajectory.tokens}"
-    print(f"\n\nanswer: {answer}   {counts}")
-    if score:
-        *turns, last = describe(trajectory, score)[1:]
-        for number, block in enumerate(turns, start=1):
-            print(f"step {number} reward: {block[-1][1]}")
-        print("\n".join(f"{name}: {text}" for name, text, _ in last))
-
-
 def holds(condition, names):
     """Whether comparisons joined by `and`, such as "hops==2 and em==0", hold for {name: value}.
 
@@ -150,17 +119,18 @@ def holds(condition, names):
     >>> holds("hops == 2 and em < 1", {"hops": 2, "em": 0.0}), holds("t_c > 0", {"t_c": None})
     (True, False)
     """
-    result = True
-    for comparison in condition.split(" and "):
-        match = COMPARISON.fullmatch(comparison)
-        problem = f"not comparisons, joined by and, of {', '.join(sorted(names))}"
-        check(match and match[1] in names, f"--where {condition!r}", problem)
-        try:
-            matches = OPERATORS[match[2]](names[match[1]], ast.literal_eval(match[3]))
-        except TypeError:
-            matches = False
-        result = result and matches
-    return result
+    where, matches = f"--where {condition!r}", []
+    problem = f"not comparisons, joined by and, of {', '.join(sorted(names))}"
+    check(re.fullmatch(rf"{COMPARISON}(and\b{COMPARISON})*", condition), where, problem)
+    for name, compare, text in re.findall(COMPARISON, condition):
+        check(name in names, where, problem)
+        value = CONSTANTS[text] if text in CONSTANTS else text[1:-1]
+        if text[0] not in "'\"TFN":
+            value = float(text)
+        matches.append(False)
+        with suppress(TypeError):
+            matches[-1] = OPERATORS[compare](names[name], value)
+    return all(matches)
 
 
 def choose(pairs, where=None):

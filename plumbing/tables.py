@@ -1,21 +1,7 @@
 """Reports as tables: lists of rows, each a list of cells, or a string that heads those after it."""
 
 METRICS = {"em": ("EM", 3), "f1": ("F1", 3), "sd": ("SD", 2), "se": ("SE", 3), "osr": ("OSR", 3)}
-REPORT_HEAD = [
-    "",
-    "EM",
-    "95%",
-    "F1",
-    "SD",
-    "95%",
-    "SE",
-    "OSR",
-    "OSR_t0",
-    "valid",
-    "tokens",
-    "sec",
-    "n",
-]
+REPORT_HEAD = " EM 95% F1 SD 95% SE OSR OSR_t0 valid tokens sec n".split(" ")
 
 
 def number(value, digits=3):
@@ -25,16 +11,13 @@ def number(value, digits=3):
 
 def as_text(rows):
     """Rows as lines, the first column to the left, the others to the right."""
-    cells = [row for row in rows if not isinstance(row, str)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
+    columns = zip(*(row for row in rows if not isinstance(row, str)))
+    widths, lines = [max(map(len, column)) for column in columns], []
     for row in rows:
-        line = row
         if not isinstance(row, str):
-            line = row[0].ljust(widths[0])
-            for cell, width in zip(row[1:], widths[1:]):
-                line += "  " + cell.rjust(width)
-        lines.append(line)
+            cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+            row = "  ".join([row[0].ljust(widths[0]), *cells])
+        lines.append(row)
     return "\n".join(lines)
 
 
@@ -82,10 +65,8 @@ def depth_line(depth):
 
 def report_table(result):
     """A report as text: all questions, every group, then depth against need where it is known."""
-    text = as_text(report_rows(result))
-    if result["depth"]:
-        text += f"\n\n{as_text(depth_rows(result['depth']))}\n{depth_line(result['depth'])}"
-    return text
+    text, depth = as_text(report_rows(result)), result["depth"]
+    return f"{text}\n\n{as_text(depth_rows(depth))}\n{depth_line(depth)}" if depth else text
 
 
 def before_after_rows(result):

@@ -1,0 +1,86 @@
+"""plumbing/page.py and page.html: one file that runs nothing and needs nothing else."""
+
+from html.parser import HTMLParser
+
+from builders import finished_run, reports
+
+import eval as evaluation
+from plumbing import files, page
+
+
+class PageReader(HTMLParser):
+    """Tags that are open, and everything that a page would fetch or run."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.tags, self.sources, self.text = [], [], [], ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.open += [tag] if tag not in ("meta", "img") else []
+        for name, value in attributes:
+            if name in ("src", "href") or name.startswith("on"):
+                self.sources.append(value)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_of_a_run_is_self_contained_and_runs_nothing(tmp_path, capsys):
+    run, path = finished_run(tmp_path / "run", 2), tmp_path / "page.html"
+    evaluation.main(["--run", run, "--html", str(path), "--show", "2", "--where", "hops == 1"])
+    reader = PageReader(path)
+    assert reader.open == [] and "script" not in reader.tags and reader.tags.count("img") == 1
+    assert len(reader.sources) == 1
+    assert reader.sources[0].startswith("data:image/svg+xml;base64,")
+    parts = ["Who (q3)?", "<script>alert(1)</script>", "<U+202E>", "${title} $body"]
+    parts += ["{{ title }} {% raw %}", "3.00 → 2.00", "needs 2", "Training curves"]
+    parts += ["searches made", "over search: t_c 1", "quality +1.000", "EM 1, F1 1.00"]
+    for part in parts:
+        assert part in reader.text
+    assert "Who (q0)?" not in reader.text and "Who (q3)?" in capsys.readouterr().out
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    assert f'http-equiv="Content-Security-Policy" content="{policy}"' in path.read_text()
+
+
+def test_everything_in_a_page_is_escaped(tmp_path):
+    evil, path = "</title></table><script>alert(1)</script>\"'", tmp_path / "page.html"
+    rows = [["", evil], evil, [evil, evil]]
+    figure = {"heading": evil, "figure": evil}
+    settings = {"settings": {evil: evil}}
+    page.write(path, evil, [page.table(rows, evil, evil), figure, settings])
+    reader = PageReader(path)
+    assert reader.open == [] and "script" not in reader.tags
+    assert reader.text.count(evil) == 10  # title, h1, two headings, four cells, a line, settings
+    assert reader.sources == ["data:image/svg+xml;base64," + evil]
+
+
+def test_two_runs_on_the_same_questions(tmp_path, capsys):
+    folders = [finished_run(tmp_path / "short", 1), finished_run(tmp_path / "long", 3)]
+    path = tmp_path / "page.html"
+    forced = {depth: reports(int(depth))["greedy"] for depth in ("0", "2")}
+    results = {"before": reports(3), "after": reports(3), "forced": forced}
+    files.write_json(tmp_path / "long" / "eval.json", results)
+    evaluation.main(["--compare", *folders, "--html", str(path), "--show", "1"])
+    printed = capsys.readouterr().out
+    first, second = (f"{name}\n\n    question  Who (q0)?" for name in ("short", "long"))
+    assert printed.index(first) < printed.index(second)
+    reader = PageReader(path)
+    assert reader.open == []
+    assert "short: exact, 1 search," in reader.text and "long: over, 3 searches" in reader.text
+    assert reader.text.count("Who (q0)?") == 4  # as heading and as first line, for each run
+
+
+def test_a_page_without_shown_trajectories_has_three_cases_where_it_can(tmp_path, capsys):
+    folders = [finished_run(tmp_path / "short", 1), finished_run(tmp_path / "long", 3)]
+    path = tmp_path / "page.html"
+    evaluation.main(["--compare", *folders, "--html", str(path)])
+    assert PageReader(path).tags.count("details") == 6  # three questions, two runs
+    assert "question  " not in capsys.readouterr().out
+    (tmp_path / "long" / "eval_trajectories.jsonl").unlink()
+    evaluation.main(["--compare", *folders, "--html", str(path)])
+    assert "details" not in PageReader(path).tags
