@@ -1,6 +1,6 @@
 """Where passages come from: BM25 over a corpus in memory, or a search server.
 
-    python retriever.py --corpus C.jsonl --questions Q.jsonl  # recall@3, recall@5 of plain questions
+    python retriever.py --corpus C.jsonl --questions Q.jsonl  # recall@3 and @5 of plain questions
     python retriever.py --corpus C.jsonl --save_index C.npz   # then --load_index C.npz for --corpus
     python retriever.py --corpus C.jsonl --serve              # under Search-R1's HTTP protocol
 
@@ -26,8 +26,8 @@ from rank_bm25 import BM25Okapi
 from plumbing import data, files, indexes, search_http
 
 CACHED_QUERIES = 10_000
-# Accents (as NFKD sets them apart), soft hyphens, joiners, direction marks. Vowel signs of Indian and
-# South-East Asian scripts are letters; each Chinese or Japanese character is a word.
+# Accents (as NFKD sets them apart), soft hyphens, joiners, direction marks. Vowel signs of Indian
+# and South-East Asian scripts are letters; each Chinese or Japanese character is a word.
 DROPPED = re.compile("[\u0300-\u036f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 LETTER = r"[^\W_\u3040-\u30ff\u3400-\u9fff]|[\u0900-\u0963\u0966-\u0eff]"
 WORDS = re.compile(rf"[\u3040-\u30ff\u3400-\u9fff]|(?:{LETTER})+")
@@ -63,7 +63,7 @@ class BM25:
         words = defaultdict()  # word -> its number, in order of first use
         words.default_factory = words.__len__
         texts = (f"{passage['title']} {passage['text']}" for passage in passages)
-        try:  # rank-bm25 counts numbers as well as words; a generator, so that not all are in memory
+        try:  # rank-bm25 counts numbers as well as words; not all are in memory at once
             stats = BM25Okapi([words[word] for word in tokenise(text)] for text in texts)
         except ZeroDivisionError:
             problem = f"no word in its {len(passages)} passages"
@@ -108,7 +108,7 @@ class BM25:
         return top
 
     def search(self, queries, k=3):
-        """The best passages, best first: list (per query) of up to k {"id", "title", "text", "score"}.
+        """Of each query the best passages, best first: up to k {"id", "title", "text", "score"}.
 
         Ties are in corpus order; a query without a known word gets []. Raises TypeError where
         `queries` is no list of strings, ValueError for k < 1."""
@@ -144,7 +144,7 @@ def open_retriever(corpus, url=None):
 
 
 def recall(retriever, questions, ks=(3, 5)):
-    """{k: recall@k}: the share of a question's supporting titles among the first k passages' titles.
+    """{k: recall@k}: share of a question's supporting titles among those of the first k passages.
 
     The query is the plain question; a mean over the questions that name such titles. Raises
     DataError where none does."""

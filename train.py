@@ -316,7 +316,7 @@ def main(arguments=None):
     torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves
     torch.manual_seed(settings.seed)
     policy = models.load_trainable(settings, checkpoint)
-    parameters = models.trainable(policy.model)
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]  # the adapter's
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     if settings.dry_run:
         return dry_run(policy, optimizer, task, held_out, settings)

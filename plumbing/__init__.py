@@ -1,1 +1,1 @@
-"""Not the method: skip it on first reading. What each module holds stands in README.md beside this file."""
+"""Not the method: skip it on first reading. README.md says what each module holds."""

@@ -46,7 +46,7 @@ def setting_of(config, configs):
 
 
 def over_seeds(results, decoding, group, metric):
-    """(mean, standard deviation or None) over seeds; the group "average" is the mean over groups."""
+    """(mean, standard deviation or None) over seeds; "average" is the mean over the groups."""
     key, name = group
     values = []
     for result in results:

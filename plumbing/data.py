@@ -47,7 +47,7 @@ def split_contents(contents):
 
 def load_corpus(path):
     r"""Passages of a JSONL corpus in file order: list of {"id", "title", "text"}, as they stand.
-    A line is {"id", "contents": "\"Title\"\ntext"} (Search-R1, FlashRAG) or {"id", "title", "text"}.
+    A line is {"id", "contents": "\"Title\"\ntext"} (as FlashRAG has it) or {"id", "title", "text"}.
     Raises DataError (file and line) for what is malformed, missing, blank or double."""
     passages, seen = [], {}
     for where, record in read_jsonl(path):
@@ -118,7 +118,7 @@ def check_queries(queries, k):
 
 
 def draw_questions(questions, number, step, seed):
-    """A step's questions: a slice of the epoch's shuffled order, so none repeats within an epoch."""
+    """A step's questions: a slice of the epoch's shuffled order, without repeats in it."""
     drawn = []
     for position in range(step * number, (step + 1) * number):
         epoch, index = divmod(position, len(questions))

@@ -100,7 +100,7 @@ def plot_forced(forced, path, name):
 
 
 def plot_compare(arms, path, forced=None):
-    """EM against SD at temperature 1, a panel per group; `forced`, {depth: R}: one depth for all."""
+    """EM against SD at temperature 1, a panel per group; forced, {depth: R}: one depth for all."""
     groups, deepest = compare.groups_of_arms(arms), 0.0
     what = "sampled (mean and standard deviation over seeds): up and to the left is better"
     title, shared = f"Exact match against searches made, {what}", {"sharex": True, "sharey": True}

@@ -65,7 +65,7 @@ def locate(path):
 
 
 def read_jsonl(path):
-    """Yield ("file, line n", object) of a UTF-8 JSONL file, less BOM and blank lines (or DataError)."""
+    """Yield ("file, line n", object) of a JSONL file, less BOM and blank lines. Raises DataError."""
     where = path
     try:
         with open(path, "rb") as file:

@@ -60,7 +60,11 @@ class Logbook:
         self.rows.append(row)
         files.append_line(self.run / METRICS, row)
         self.report(row)
-        self.show_progress(row)
+        text = f"reward {row['reward']:.2f}, EM {row['em']:.2f}, depth {row['search_depth']:.2f}"
+        text += f", over-search {row['over_search_ratio']:.2f}"
+        self.bar.set_postfix_str(text)
+        if self.bar.disable and self.is_due(row["step"]):  # in a log file there is no bar
+            print(f"step {row['step'] + 1} of {self.bar.total}: {text}", flush=True)
         if self.settings.sample_every and row["step"] % self.settings.sample_every == 0:
             self.show_sample(row["step"], trajectories, scores)
         for symptom in symptoms(self.rows, self.settings.max_searches):
@@ -68,14 +72,6 @@ class Logbook:
                 self.warned.add(symptom)
                 tqdm.write(f"warning, step {row['step']}: {symptom}", file=sys.stderr)
         check_updates(self.rows)
-
-    def show_progress(self, row):
-        """The bar's text; where there is no bar, in a log file, a line with every checkpoint."""
-        text = f"reward {row['reward']:.2f}, EM {row['em']:.2f}, depth {row['search_depth']:.2f}"
-        text += f", over-search {row['over_search_ratio']:.2f}"
-        self.bar.set_postfix_str(text)
-        if self.bar.disable and self.is_due(row["step"]):
-            print(f"step {row['step'] + 1} of {self.bar.total}: {text}", flush=True)
 
     def show_sample(self, step, trajectories, scores):
         """Print one scored trajectory and keep it, with the rest of its group."""

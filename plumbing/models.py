@@ -28,9 +28,9 @@ if not sys.stderr.isatty():
 
 
 class Policy(NamedTuple):
-    """What samples and is trained: a causal LM and its tokenizer."""
+    """What samples and is trained."""
 
-    model: object
+    model: object  # a causal LM
     tokenizer: object
 
 
@@ -68,7 +68,7 @@ def check_model(path, max_context, adapter=None):
     where, problem = f"--max_context {max_context}", f"{path} has {positions} positions"
     check(max_context <= positions, where, problem)
     for name in ("adapter_config.json", "adapter_model.safetensors") if adapter else ():
-        is_there = os.path.isfile(os.path.join(adapter, name))
+        is_there = (Path(adapter) / name).is_file()
         check(is_there, adapter, f"no adapter there, {name} is missing")
 
 
@@ -82,7 +82,7 @@ def device_and_dtype():
 
 
 def check_4bit(in_4bit):
-    """Whether to use 4-bit weights, None being the default. Raises DataError without the package."""
+    """Whether to use 4-bit weights, None being the default. Raises DataError if it cannot."""
     is_installed = find_spec("bitsandbytes") is not None
     if in_4bit is None:
         return torch.cuda.is_available() and is_installed
@@ -153,11 +153,6 @@ def load_trainable(settings, adapter=None):
     shape = {"r": settings.lora_r, "lora_alpha": settings.lora_alpha}
     lora = LoraConfig(**shape, target_modules=settings.lora_targets, task_type="CAUSAL_LM")
     return Policy(get_peft_model(model, lora), tokenizer)
-
-
-def trainable(model):
-    """The parameters that training moves: the adapter's."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Literal
 
 from transformers import HfArgumentParser
 
-from plumbing import models, runs
+from plumbing import models
 from plumbing.files import ROOT, DataError, check, read_json
 
 
@@ -58,7 +58,7 @@ def parse(kind, arguments, description, defaults=None):
 
 
 def read_config(kind, run):
-    """The settings object, of dataclass `kind`, in a run's config.json. Raises DataError, OSError."""
+    """The settings object, of dataclass `kind`, in a run's config.json. Raises DataError."""
     config = read_json(Path(run) / "config.json")
     known = [option.name for option in fields(kind) if option.name in config]
     settings = kind(**{name: config[name] for name in known})
@@ -95,15 +95,8 @@ class RunSettings:
     gradient_checkpointing: bool = setting(False, "recompute activations, to save memory")
 
 
-def read_preset(name):
-    """The settings in data/presets/NAME.json. Raises DataError."""
-    paths = {path.stem: path for path in sorted((ROOT / "data" / "presets").glob("*.json"))}
-    check(name in paths, f"--preset {name}", f"choose one of {', '.join(paths)}")
-    return read_json(paths[name])
-
-
 def parse_training(kind, arguments, description):
-    """(settings, of dataclass `kind`, and the run to go on with, or None) of train.py's command line.
+    """(settings, of dataclass `kind`; the run to go on with, or None) of train.py's command line.
     Raises DataError for options that do not go together."""
     settings = parse(kind, arguments, description)
     if settings.resume:
@@ -117,10 +110,17 @@ def parse_training(kind, arguments, description):
     where, how = "--merge writes the model of a run", "say which by --resume runs/NAME"
     check(not settings.merge, where, how)
     if settings.preset:
-        settings = parse(kind, arguments, description, read_preset(settings.preset))
+        paths = {path.stem: path for path in sorted((ROOT / "data" / "presets").glob("*.json"))}
+        known = settings.preset in paths
+        check(known, f"--preset {settings.preset}", f"choose one of {', '.join(paths)}")
+        settings = parse(kind, arguments, description, read_json(paths[settings.preset]))
     settings.load_in_4bit = models.check_4bit(settings.load_in_4bit)
     tracker = settings.report_to
     is_there = tracker == "none" or find_spec(tracker)
     check(is_there, f"--report_to {tracker}", f"the package {tracker} is not installed")
-    runs.check_name(settings.name)
+    if settings.name:
+        where, run = f"--name {settings.name}", Path("runs") / settings.name
+        check(run.parent == Path("runs"), where, "must name a folder in runs/, without a path")
+        how = f"go on with it by --resume {run}, or choose another name"
+        check(not run.exists(), where, f"{run} exists; {how}")
     return settings, None

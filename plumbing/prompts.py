@@ -56,7 +56,6 @@ def check_questions(path, questions, tokenizer, settings, system_prompt):
 def check_room(question, prompt, settings, where=""):
     """Raise DataError if a question's prompt (ids) leaves no room for a turn."""
     if len(prompt) + settings.max_turn_tokens > settings.max_context:
-        raise DataError(
-            f"{where}question {question['id']}: its prompt of {len(prompt)} tokens leaves no room for "
-            f"a turn of {settings.max_turn_tokens} within --max_context {settings.max_context}"
-        )
+        room = f"a turn of {settings.max_turn_tokens} within --max_context {settings.max_context}"
+        problem = f"its prompt of {len(prompt)} tokens leaves no room for {room}"
+        raise DataError(f"{where}question {question['id']}: {problem}")

@@ -27,17 +27,8 @@ def seed_of(seed, number):
     return (seed * 1_000_003 + number) % 2**32
 
 
-def check_name(name):
-    """Raise DataError for a name that cannot be a new folder in runs/."""
-    if name:
-        where, run = f"--name {name}", Path("runs") / name
-        check(Path(name).name == name, where, "must name a folder in runs/, without a path")
-        how = f"go on with it by --resume {run}, or choose another name"
-        check(not run.exists(), where, f"{run} exists; {how}")
-
-
 def new_run(settings):
-    """Make the run's folder, with its config.json. A default name gets a number where it is taken."""
+    """Make the run's folder and its config.json. A default name that is taken gets a number."""
     cost = f"-{settings.search_cost:g}" if settings.search_cost is not None else ""
     name = settings.name or f"{settings.reward}{cost}-seed{settings.seed}"
     run, number = Path("runs") / name, 2
@@ -130,7 +121,7 @@ def write_merged(settings, run):
 
 @contextmanager
 def stop_signals():
-    """Ctrl-C and SIGTERM set the event that this yields, to finish the step; a second interrupts."""
+    """Ctrl-C and SIGTERM set the event that this yields, to end the step; a second interrupts."""
     stop = threading.Event()
 
     def ask(number, frame):

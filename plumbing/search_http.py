@@ -1,4 +1,4 @@
-"""Search-R1's search protocol, both sides: POST /retrieve with {"queries", "topk", "return_scores"},
+"""Search-R1's protocol, both sides: POST /retrieve with {"queries", "topk", "return_scores"},
 answered by {"result": [[{"document": {"contents"}, "score"}]]}.
 """
 
@@ -116,9 +116,10 @@ def make_server(retriever, host="127.0.0.1", port=8000):
         def do_POST(self):
             length = self.headers.get("Content-Length", "")
             size = int(length) if re.fullmatch("[0-9]{1,18}", length) else -1
-            problem = {"error": f"a body of at most {MAX_BODY} bytes is needed"}
-            status, reply = 411 if size < 0 else 413, problem
-            if 0 <= size <= MAX_BODY:
+            status, reply = 413, {"error": f"a body of at most {MAX_BODY} bytes is needed"}
+            if size < 0:
+                status = 411
+            elif size <= MAX_BODY:
                 status, reply = answer(self.rfile.read(size), retriever)
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

@@ -22,7 +22,8 @@ NAMES = ("hops", "hard", "id", "em", "f1", "t_c", "reward", "search_depth", "sto
 NAMES += ("tokens", "verdict")
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
 OPERATORS |= {">": operator.gt, ">=": operator.ge}
-VALUE = r"""-?\d+(?:\.\d+)?|'[^']*'|"[^"]*"|True|False|None"""
+NUMBER, TEXT = r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,14})?", r"[^'\"\\\n]*"
+VALUE = rf"{NUMBER}|'{TEXT}'|\"{TEXT}\"|True|False|None"
 COMPARISON = rf"\s*(\w+)\s*(==|!=|<=|>=|<|>)\s*({VALUE})\s*"
 CONSTANTS = {"True": True, "False": False, "None": None}
 
@@ -134,7 +135,7 @@ def holds(condition, names):
 
 
 def choose(pairs, where=None):
-    """The [(Trajectory, Score)] for which the condition `where` holds. Raises DataError for none."""
+    """The [(Trajectory, Score)] for which the condition `where` holds. DataError for none."""
     chosen, unknown = [], dict.fromkeys(NAMES)
     for trajectory, _ in pairs:
         unknown |= dict.fromkeys(trajectory.question["metadata"])

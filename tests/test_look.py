@@ -174,7 +174,10 @@ def test_a_blank_question_is_none(run_eval):
         ("--run r --temperature hot", "argument --temperature: invalid float value: 'hot'"),
         ("--run r --samples many", "argument --samples: invalid int value: 'many'"),
         ("--run r --topk", "argument --topk: expected one argument"),
-        ("--run r --self_answer never", "argument --self_answer: invalid choice: 'never'"),
+        (
+            "--run r --self_answer never",
+            "argument --self_answer/--self-answer: invalid choice: 'never'",
+        ),
         ("--run r --samples 2", "--samples 2: needs a --temperature above 0"),
         ("--run r --figure x.jpg", "--figure x.jpg: the name of a figure ends in .png or .svg"),
         ("--run r --out no/x.json", "--out no/x.json: no is no writable folder"),

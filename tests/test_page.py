@@ -52,7 +52,8 @@ def test_everything_in_a_page_is_escaped(tmp_path):
     rows = [["", evil], evil, [evil, evil]]
     figure = {"heading": evil, "figure": evil}
     settings = {"settings": {evil: evil}}
-    page.write(path, evil, [page.table(rows, evil, evil), figure, settings])
+    table = {"heading": evil, "rows": rows, "line": evil}
+    page.write(path, evil, [table, figure, settings])
     reader = PageReader(path)
     assert reader.open == [] and "script" not in reader.tags
     assert reader.text.count(evil) == 10  # title, h1, two headings, four cells, a line, settings

@@ -26,7 +26,7 @@ def test_verdict(turns, expected):
 
 def test_printable():
     text = show.printable("a\x1b[2J\u202e  b\n\ud83d\x85é")
-    assert text == "a<U+001B>[2J<U+202E> b <U+D83D>é"
+    assert text == "a<U+001B>[2J<U+202E> b <U+D83D> é"
 
 
 @pytest.fixture
