@@ -304,7 +304,7 @@ def look_at_policy(args, config):
 
 def look_at_saved(args, path):
     """Show saved trajectories; those of a run with its tables and figures."""
-    with files.on_failure(f"{args.run or path}: a damaged file"):
+    with files.on_failure(f"{args.run or path}: a damaged file", but=[OSError]):
         pairs = read_trajectories(path)
         result = None
         if args.trajectories or not args.run:

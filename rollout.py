@@ -1,11 +1,11 @@
 """Multi-turn rollouts: a batch of questions goes in, a `Trajectory` comes out for each.
 
-The policy thinks and then searches or answers; a search is answered with passages; after each search
-the policy is also asked for an intermediate answer (self-answer), on a branch that is thrown away.
-Two rules hold for every trajectory:
+The policy thinks and then searches or answers; a search is answered with passages; after each
+search the policy is also asked for an intermediate answer (self-answer), on a branch that is thrown
+away. Two rules hold for every trajectory:
 
-* Ids are only ever appended. What the policy sampled is kept as sampled, observations are encoded on
-  their own, and nothing is rendered, decoded or encoded again on the way to the loss.
+* Ids are only ever appended. What the policy sampled is kept as sampled, observations are encoded
+  on their own, and nothing is rendered, decoded or encoded again on the way to the loss.
   `completion_mask` is written at that moment: 1 for a sampled token, 0 for an observation.
 * No token goes through the model twice. One key-value cache lives across the turns
   (plumbing/generation.py).
@@ -31,8 +31,8 @@ ADVICE = "\n\nThat was no valid action. Think, then search or answer, each insid
 NO_PASSAGES = "No passages found."
 FORCED = " In this task, make exactly {depth} search(es) before you answer, no more and no fewer."
 SYSTEM_PROMPT = """Answer the question you are given. Work in turns. Every turn starts with your \
-reasoning inside <think> and </think>, followed by exactly one action. To look something up, write a \
-query: <search> query </search>. The best passages then appear between <information> and \
+reasoning inside <think> and </think>, followed by exactly one action. To look something up, write \
+a query: <search> query </search>. The best passages then appear between <information> and \
 </information>, and the next turn begins. When you know enough, finish with a short answer, no \
 sentence: <answer> answer </answer>. Search as often as the question needs, and no more. For \
 instance, a turn that looks up a ship could read: <think> I need to know who built the ship. \
@@ -131,7 +131,7 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def append(self, ids, sampled):
-        """Add token ids; the policy sampled them, or they are an observation. The mask is born here."""
+        """Add ids that the policy sampled, or of an observation. The mask is born here."""
         self.completion_ids += ids
         self.completion_mask += [int(sampled)] * len(ids)
 
@@ -154,7 +154,7 @@ class Trajectory:
 
     @classmethod
     def from_dict(cls, row):
-        """The inverse of `to_dict`; token ids stay empty. Raises KeyError where a field is missing."""
+        """The inverse of `to_dict`, without token ids. Raises KeyError for a missing field."""
         question = {key: row[key] for key in ("id", "question", "golden_answers", "metadata")}
         same = {key: row[key] for key in ("self_answer_0", "stop", "seconds")}
         turns = [Turn(**turn) for turn in row["turns"]]
@@ -169,9 +169,9 @@ def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
     """Play `sampling.num_generations` trajectories per question, all at once.
 
     policy: `models.Policy` in eval mode. questions: dicts as `data.load_questions` gives them.
-    retriever: anything with `search(queries, k)`. settings: RolloutSettings. clock: `logs.Clock`, to
-    which seconds of rollout, self_answer and search are added. Self-answers have a random stream of
-    their own and never change a trajectory. Returns the trajectories in question order, groups
+    retriever: anything with `search(queries, k)`. settings: RolloutSettings. clock: `logs.Clock`,
+    to which seconds of rollout, self_answer and search are added. Self-answers have a random stream
+    of their own and never change a trajectory. Returns trajectories in question order, groups
     together. Raises DataError if a prompt leaves no room for a turn."""
     sampling, clock, start = sampling or Sampling(), clock or logs.Clock(), time.perf_counter()
     if sampling.force_depth is not None:
@@ -279,7 +279,7 @@ def ask_self_answers(batch, live, settings, sampler, clock):
 
 
 def run_searches(live, retriever, settings):
-    """Run the searches of the last turns, in one call, and note queries and passages in the turns."""
+    """Run the searches of the last turns in one call; note queries and passages in the turns."""
     turns = [trajectory.turns[-1] for trajectory in live]
     turns = [turn for turn in turns if turn.action == "search"]
     for turn in turns:
@@ -339,13 +339,13 @@ def shown(turn):
 
 
 def system_prompt_of(settings):
-    """The instructions: the built-in ones or the text of the file --system_prompt. Raises DataError."""
+    """The instructions: built in, or the text of the file --system_prompt. Raises DataError."""
     path = settings.system_prompt
     return prompts.read_instructions(path) if path else SYSTEM_PROMPT
 
 
 def separate_prompt(tokenizer, trajectory, prompt_style):
-    """Ids of the prompt that asks for a self-answer outside of the trajectory, as the released code."""
+    """Ids of a prompt of its own that asks for a self-answer, as in the released code."""
     so_far = tokenizer.decode(trajectory.completion_ids)
     text = f"{trajectory.question['question']}\n\n{so_far}{PROBE}"
     return prompts.encode_prompt(tokenizer, text, SELF_ANSWER_PROMPT, prompt_style)

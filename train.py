@@ -1,4 +1,4 @@
-"""Train a search agent with AutoSearch's rewards and GRPO: LoRA on a frozen, optionally 4-bit model.
+"""Train a search agent with AutoSearch's rewards and GRPO: LoRA on a frozen model, 4-bit or not.
 
 Where this departs from the paper (arXiv 2604.17337):
 1. GRPO, as in the paper's appendix, instead of PPO with a critic: the trajectory's summed reward is
@@ -167,7 +167,7 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
 
 
 def make_micro_batches(trajectories, advantages, size, device):
-    """Sort trajectories by length, so that little is padding, and pad each micro-batch on the right.
+    """Sort trajectories by length, so that little is padding, and pad micro-batches on the right.
 
     Causal attention then needs no mask: no token sees what follows it. Returns dicts of input_ids
     and completion_mask (B, T), T = prompt and completion, and advantages (B,)."""

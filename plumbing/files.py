@@ -48,11 +48,11 @@ def check(ok, where, problem):
 
 
 @contextmanager
-def on_failure(problem):
-    """Whatever a library raises over a file becomes one DataError that begins with `problem`."""
+def on_failure(problem, but=()):
+    """Whatever a library raises over a file, `but` these, becomes a DataError about `problem`."""
     try:
         yield
-    except (DataError, SearchError):
+    except (DataError, SearchError, *but):
         raise
     except Exception as error:
         raise DataError(f"{problem}: {error_line(error)}") from None
@@ -65,7 +65,7 @@ def locate(path):
 
 
 def read_jsonl(path):
-    """Yield ("file, line n", object) of a JSONL file, less BOM and blank lines. Raises DataError."""
+    """Yield ("file, line n", object) of a JSONL file, less BOM and blank lines; or DataError."""
     where = path
     try:
         with open(path, "rb") as file:

@@ -76,7 +76,7 @@ def compare_runs(args, read_trajectories):
     run_dirs = args.compare or args.curves
     default = Path(run_dirs[0]).parent / ("compare.png" if args.compare else "curves.png")
     figure = args.figure or default
-    with on_failure(f"{', '.join(run_dirs)}: a damaged file"):
+    with on_failure(f"{', '.join(run_dirs)}: a damaged file", but=[OSError]):
         if args.curves:
             figures.plot_curves(run_dirs, figure)
             return print(figure)

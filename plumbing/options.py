@@ -95,6 +95,12 @@ class RunSettings:
     gradient_checkpointing: bool = setting(False, "recompute activations, to save memory")
 
 
+def check_tracker(name):
+    """Raise DataError for a tracker whose package is not installed."""
+    is_there = name == "none" or find_spec(name)
+    check(is_there, f"--report_to {name}", f"the package {name} is not installed")
+
+
 def parse_training(kind, arguments, description):
     """(settings, of dataclass `kind`; the run to go on with, or None) of train.py's command line.
     Raises DataError for options that do not go together."""
@@ -106,6 +112,7 @@ def parse_training(kind, arguments, description):
         check(not given, where, f"leave out {', '.join(given)}")
         resumed = read_config(kind, settings.resume)
         resumed.merge = settings.merge
+        check_tracker(resumed.report_to)
         return resumed, Path(settings.resume)
     where, how = "--merge writes the model of a run", "say which by --resume runs/NAME"
     check(not settings.merge, where, how)
@@ -115,12 +122,11 @@ def parse_training(kind, arguments, description):
         check(known, f"--preset {settings.preset}", f"choose one of {', '.join(paths)}")
         settings = parse(kind, arguments, description, read_json(paths[settings.preset]))
     settings.load_in_4bit = models.check_4bit(settings.load_in_4bit)
-    tracker = settings.report_to
-    is_there = tracker == "none" or find_spec(tracker)
-    check(is_there, f"--report_to {tracker}", f"the package {tracker} is not installed")
+    check_tracker(settings.report_to)
     if settings.name:
         where, run = f"--name {settings.name}", Path("runs") / settings.name
-        check(run.parent == Path("runs"), where, "must name a folder in runs/, without a path")
+        is_plain = run.parent == Path("runs") and run.name != ".."
+        check(is_plain, where, "must name a folder in runs/, without a path")
         how = f"go on with it by --resume {run}, or choose another name"
         check(not run.exists(), where, f"{run} exists; {how}")
     return settings, None

@@ -1,4 +1,4 @@
-"""Trajectories to look at: in a terminal, as they grow, and as parts of a page; choosing them."""
+"""Trajectories to look at: in a terminal and as parts of a page; choosing them."""
 
 import operator
 import os
@@ -22,8 +22,7 @@ NAMES = ("hops", "hard", "id", "em", "f1", "t_c", "reward", "search_depth", "sto
 NAMES += ("tokens", "verdict")
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
 OPERATORS |= {">": operator.gt, ">=": operator.ge}
-NUMBER, TEXT = r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,14})?", r"[^'\"\\\n]*"
-VALUE = rf"{NUMBER}|'{TEXT}'|\"{TEXT}\"|True|False|None"
+VALUE = r"""-?\d+(?:\.\d+)?|'[^']*'|"[^"]*"|True|False|None"""
 COMPARISON = rf"\s*(\w+)\s*(==|!=|<=|>=|<|>)\s*({VALUE})\s*"
 CONSTANTS = {"True": True, "False": False, "None": None}
 
@@ -112,6 +111,13 @@ def render_trajectory(trajectory, score, colour=None):
     return "\n\n".join(blocks)
 
 
+def value_of(text):
+    """The value that a VALUE stands for."""
+    if text in CONSTANTS:
+        return CONSTANTS[text]
+    return text[1:-1] if text[0] in "'\"" else float(text)
+
+
 def holds(condition, names):
     """Whether comparisons joined by `and`, such as "hops==2 and em==0", hold for {name: value}.
 
@@ -125,12 +131,9 @@ def holds(condition, names):
     check(re.fullmatch(rf"{COMPARISON}(and\b{COMPARISON})*", condition), where, problem)
     for name, compare, text in re.findall(COMPARISON, condition):
         check(name in names, where, problem)
-        value = CONSTANTS[text] if text in CONSTANTS else text[1:-1]
-        if text[0] not in "'\"TFN":
-            value = float(text)
         matches.append(False)
         with suppress(TypeError):
-            matches[-1] = OPERATORS[compare](names[name], value)
+            matches[-1] = OPERATORS[compare](names[name], value_of(text))
     return all(matches)
 
 

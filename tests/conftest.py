@@ -118,6 +118,15 @@ def script(monkeypatch):
     return install
 
 
+def trainable(model):
+    """The parameters that training moves: the adapter's."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def adamw(model, rate=1e-3):
+    return torch.optim.AdamW(trainable(model), lr=rate)
+
+
 @pytest.fixture(scope="session")
 def lora():
     """The tiny Policy with a fresh adapter. Tests that move it load their own."""

@@ -273,7 +273,7 @@ def test_ask_prints_what_happens_and_the_scores(tiny, world, capsys):
     evaluation.ask(tiny, world.retriever, RolloutSettings(), text, golds, GREEDY)
     printed = capsys.readouterr().out
     order = ["question  ", "1 think  ", "search  ", "self-answer  ", "reward  format +0.025"]
-    order += ["2 think  ", "answer  " + golds[0], "verdict  ", "total  reward +"]
+    order += ["2 think  ", " answer  " + golds[0], "verdict  ", "total  reward +"]
     places = [printed.index(part) for part in order]
     assert places == sorted(places)
     assert printed.count(" search  ") == printed.count("self-answer  ") > 0

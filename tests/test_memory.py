@@ -46,7 +46,7 @@ def test_the_logits_of_one_piece_at_a_time_are_in_memory(monkeypatch, tmp_path):
     def work():
         def score(states, sampled):
             logps = (states @ head).log_softmax(-1)
-            return logps.gather(1, sampled)[:, 0], logps.detach()[:, 0]
+            return logps.gather(1, sampled)[:, 0], logps.detach().sum(-1)
 
         logps, _ = memory.in_pieces(score, states, sampled, vocab_size)
         logps.sum().backward()
@@ -62,6 +62,5 @@ def test_seconds_and_peak_are_printed(capsys):
         pass
     line = capsys.readouterr().out
     peak = re.fullmatch(r"     rollout       0\.0 s   peak +(\d+\.\d\d) GiB\n", line)[1]
-    assert abs(float(peak) - memory.peak_memory() / 2**30) < 0.1
-    now = psutil.Process().memory_info().rss
-    assert 0.9 * now < memory.peak_memory() < psutil.virtual_memory().total
+    now, most = psutil.Process().memory_info().rss, psutil.virtual_memory().total
+    assert 0.9 * now < 2**30 * float(peak) < most

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import log_of
+from conftest import adamw, log_of, trainable
 
 import rollout as ro
 import train as tr
@@ -23,10 +23,6 @@ def load_moved(scale):
             if "lora_B" in name:
                 parameter.normal_(std=scale)
     return policy
-
-
-def adamw(model):
-    return torch.optim.AdamW(models.trainable(model), lr=1e-3)
 
 
 def test_one_step_in_4bit(run_train, tmp_path, played):
@@ -53,8 +49,8 @@ def test_4bit_without_bitsandbytes_is_one_line(monkeypatch):
 def test_a_loaded_adapter_stays_trainable(lora, tmp_path):
     runs.save_checkpoint(lora.model, adamw(lora.model), 3, tmp_path / "adapter")
     again, _ = models.load_trainable(TrainSettings(), runs.find_checkpoint(tmp_path))
-    sizes = [p.numel() for p in models.trainable(again)]
-    assert sizes == [p.numel() for p in models.trainable(lora.model)] and sum(sizes) > 0
+    sizes = [p.numel() for p in trainable(again)]
+    assert sizes == [p.numel() for p in trainable(lora.model)] and sum(sizes) > 0
 
 
 def test_rollouts_use_the_adapter_and_leave_the_weights_as_they_were(played):

@@ -178,7 +178,7 @@ def test_the_cache_does_not_grow_for_ever(monkeypatch):
 
 
 def test_small_index_is_built_in_milliseconds():
-    """It is built ten thousand times when the tiny model is made; with room for a busy one."""
+    """Making the tiny model builds ten thousand of them; the limit has room for a busy machine."""
     corpus = random_passages(random.Random(3), count=200, words=500)
     seconds = []
     for _ in range(5):

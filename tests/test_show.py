@@ -99,6 +99,11 @@ NAMES = {"hops": 2, "em": 0.0, "t_c": -1, "verdict": "under", "hard": None, "tit
         ("  em == 0", True),
         ("title == 'a and b' and hops == 2", True),
         ("title == 'hops == 2 and em == 0'", False),
+        ('title != "it\'s" and hops == 2', True),
+        ("hops == 002 and em >= -1.5", True),
+        ("hops < " + "1" * 5000, True),
+        ("verdict != '\\' and verdict != '\\N{nothing}'", True),
+        ("verdict == 'a\nb'", False),
     ],
 )
 def test_where(condition, expected):
@@ -128,12 +133,9 @@ def test_where(condition, expected):
         "1 <= hops < 3",
         "hops == em",
         "em == 1 and depth == 2",  # also behind a comparison that fails
-        "hops == 007",
-        "hops == ٣",
-        "hops == " + "1" * 5000,
-        "verdict == 'a\\'",
-        "verdict == '\\N{nothing}'",
-        "verdict == 'a\nb'",
+        "verdict == 'it's'",
+        "verdict == under",
+        "hops == 1e3",
     ],
 )
 def test_where_refuses_anything_else(condition):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import log_of
+from conftest import adamw, log_of, trainable
 
 import reward
 import train as tr
@@ -17,10 +17,6 @@ from rollout import RolloutSettings, Sampling, Trajectory, rollout
 from train import TrainSettings, group_advantages, grpo_loss, make_micro_batches, per_token_logps
 
 QUESTION = {"id": "q7", "question": "?", "golden_answers": ["x"], "metadata": {}}
-
-
-def adamw(model, rate=0.0):
-    return torch.optim.AdamW(models.trainable(model), lr=rate)
 
 
 def one_batch(trajectories, advantages=None):
@@ -106,7 +102,7 @@ def test_ratio_is_one_and_kl_zero_while_the_policy_has_not_moved(lora, played):
     """At learning rate 0 the second pass over the batch recomputes what the first one stored."""
     settings = TrainSettings(temperature=0.6, num_iterations=2, beta=0.5, epsilon=1e-6)
     advantages = torch.ones(len(played))
-    losses = tr.update(lora.model, adamw(lora.model), played, advantages, 0.0, settings)
+    losses = tr.update(lora.model, adamw(lora.model, 0.0), played, advantages, 0.0, settings)
     assert losses["kl"] == 0 and losses["clip_ratio"] == 0
     assert losses["loss"] == pytest.approx(-1, abs=1e-6)
 
@@ -129,7 +125,7 @@ def test_nothing_is_computed_again_and_the_first_ratio_is_exactly_one(
     inner = lora.model.get_base_model().base_model
     hook = inner.register_forward_hook(lambda *_: calls.append(1))
     settings = TrainSettings(beta=beta, num_iterations=num_iterations)
-    tr.update(lora.model, adamw(lora.model), played, torch.ones(len(played)), 0.0, settings)
+    tr.update(lora.model, adamw(lora.model, 0.0), played, torch.ones(len(played)), 0.0, settings)
     hook.remove()
     assert len(calls) == forwards and (ratios[0] == 1).all()
 
@@ -148,7 +144,7 @@ def test_little_of_the_update_is_padding(lora, world, played):
         step = rollout(lora, questions, world.retriever, RolloutSettings(), sampling)
     assert 0 < padding(step, TrainSettings.micro_batch_size) < 0.15
     settings = TrainSettings(micro_batch_size=5)
-    logged = tr.update(model, adamw(model), played, torch.ones(12), 0.0, settings)["padding"]
+    logged = tr.update(model, adamw(model, 0.0), played, torch.ones(12), 0.0, settings)["padding"]
     assert logged == padding(played, 5) > padding(played, 1) == 0
 
 
@@ -229,16 +225,16 @@ def test_eos_is_trained_where_it_is_also_the_padding():
 
 def test_a_batch_without_a_trainable_token_has_loss_zero(lora):
     nothing = [Trajectory(QUESTION, [], [3, 4], [5, 6], [0, 0])]
-    optimizer, settings = adamw(lora.model), TrainSettings()
+    optimizer, settings = adamw(lora.model, 0.0), TrainSettings()
     losses = tr.update(lora.model, optimizer, nothing, torch.zeros(1), 0.0, settings)
     assert losses["loss"] == 0.0 and all(math.isfinite(value) for value in losses.values())
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(played, what):
-    """Weights and Adam's moments stay as they were, and the next update is as good as without it."""
+    """Weights and Adam's moments stay as they were, and the next update is as good as ever."""
     model, settings = models.load_trainable(TrainSettings()).model, TrainSettings()
-    parameters, optimizer = models.trainable(model), adamw(model, 1e-3)
+    parameters, optimizer = trainable(model), adamw(model)
     advantages = torch.linspace(-1, 1, len(played))
 
     def state():
@@ -269,7 +265,7 @@ def test_every_adapter_layer_moves(played, checkpointing):
     model.train()
     advantages, settings = torch.linspace(-1, 1, len(played)), TrainSettings(beta=0.01)
     settings.num_iterations = 2
-    tr.update(model, adamw(model, 1e-3), played, advantages, 1e-3, settings)
+    tr.update(model, adamw(model), played, advantages, 1e-3, settings)
     norms = [p.norm().item() for name, p in model.named_parameters() if "lora_B" in name]
     assert len(norms) == 28 and min(norms) > 0
 
