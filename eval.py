@@ -127,7 +127,6 @@ def group_report(trajectories, seed):
 
 def report(trajectories, settings=None, by=("hops",), seed=0):
     """All metrics of a list of Trajectory, overall and per group: the R of `eval.json`.
-
     `by` names metadata keys; under "hops" the questions with metadata.hard stand apart as "hard".
     Raises DataError when there is no trajectory."""
     files.check(trajectories, "no report", "there is no trajectory to report on")
@@ -144,7 +143,6 @@ def report(trajectories, settings=None, by=("hops",), seed=0):
 
 def depth_against_need(trajectories):
     """Searches made against searches needed (metadata.hops): what "adaptive" means; ours.
-
     {"matrix": {needed: {made: count}}, "spearman", "under", "exact", "over" (shares), "needless"
     (mean searches beyond the need), "n"}, or None where no hops are known. Hard questions need an
     unknown number: they are a row "hard" of the matrix."""
@@ -167,7 +165,6 @@ def depth_against_need(trajectories):
 
 def evaluate(policy, task, settings, sampling, batch_size=32):
     """Roll out all questions in order: the trajectories, those of a question side by side.
-
     Self-answers are asked for the metrics alone. Greedy results do not depend on `batch_size`;
     sampled ones do, because the rows of a batch draw from one random stream."""
     trajectories, starts = [], range(0, len(task.questions), batch_size)
@@ -193,7 +190,6 @@ def held_out_reward(policy, held_out, settings, weights):
 
 def measure(policy, held_out, settings, run, moment):
     """Write the reports of a moment ("before" or "after" training) into eval.json, once.
-
     Returns what the file then holds: {moment: {"sampled": R, "greedy": R}}."""
     path = run / "eval.json"
     results = files.read_json(path) if path.exists() else {}
@@ -201,17 +197,17 @@ def measure(policy, held_out, settings, run, moment):
         return results
     adapter, url = str(run / "adapter") if moment == "after" else None, settings.retriever_url
     origin = {"model": settings.model, "adapter": adapter, "retriever": url or "BM25"}
-    paths = {"questions": settings.eval_questions} | (
-        {} if url else {"corpus": settings.eval_corpus}
-    )
+    origin |= {"seed": settings.seed, "load_in_4bit": settings.load_in_4bit}
+    paths = {"questions": settings.eval_questions}
+    if not url:
+        paths["corpus"] = settings.eval_corpus
     results[moment] = {}
     for decoding, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         how = Sampling(temperature=temperature, seed=settings.seed)
         with models.inference_weights(policy.model):
             trajectories = evaluate(policy, held_out, settings, how, settings.eval_batch_size)
-        origin |= {"temperature": temperature, "seed": how.seed}
-        origin["load_in_4bit"] = settings.load_in_4bit
-        results[moment][decoding] = report(trajectories, provenance(origin, paths, settings))
+        depends_on = provenance(origin | {"temperature": temperature}, paths, settings)
+        results[moment][decoding] = report(trajectories, depends_on)
     if moment == "after":  # the last ones, greedy
         save_trajectories(run / runs.HELD_OUT, [(t, t.score()) for t in trajectories])
     files.write_json(path, results)
@@ -288,13 +284,12 @@ def look_at_policy(args, config):
     out = Path(args.out or (f"{args.run}/eval.json" if is_own else "eval.json"))
     saved = files.read_json(out) if out.exists() else {}
     policy, task, origin, paths = load(args, config)
+    origin |= {name: getattr(args, name) for name in ("temperature", "samples", "seed", "limit")}
     pairs, reports = [], {}
     for depth in sorted(set(args.force_depth)) if args.force_depth else [None]:
         sampling = Sampling(args.samples, args.temperature, args.seed, force_depth=depth)
         trajectories = evaluate(policy, task, args, sampling, args.batch_size)
         pairs += [(trajectory, trajectory.score()) for trajectory in trajectories]
-        for name in ("temperature", "samples", "seed", "limit"):
-            origin[name] = getattr(args, name)
         depends_on = provenance(origin | {"force_depth": depth}, paths, args)
         reports[str(depth)] = report(trajectories, depends_on, args.by or ["hops"], args.seed)
     if is_own and not args.force_depth and args.temperature == 0:

@@ -25,7 +25,6 @@ from rank_bm25 import BM25Okapi
 
 from plumbing import data, files, indexes, search_http
 
-CACHED_QUERIES = 10_000
 # Accents (as NFKD sets them apart), soft hyphens, joiners, direction marks. Vowel signs of Indian
 # and South-East Asian scripts are letters; each Chinese or Japanese character is a word.
 DROPPED = re.compile("[\u0300-\u036f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
@@ -35,7 +34,6 @@ WORDS = re.compile(rf"[\u3040-\u30ff\u3400-\u9fff]|(?:{LETTER})+")
 
 def tokenise(text):
     """Words of a text: NFKD, case folded, accents dropped, split at what is no letter or digit.
-
     >>> tokenise("Beyoncé's 2nd-best SONG")
     ['beyonce', 's', '2nd', 'best', 'song']
     """
@@ -46,13 +44,11 @@ def tokenise(text):
 
 class BM25:
     """BM25 over passages in memory: rank-bm25's statistics, kept as postings.
-
     score(q, d) = sum over the words w of q of
         idf(w) * tf * (k1 + 1) / (tf + k1 * (1 - b + b * |d| / avgdl))
 
     passages: list of {"id", "title", "text"}; title and text are both indexed. Raises DataError if
     they hold no word.
-
     >>> bm25 = BM25([{"id": "1", "title": "Paris", "text": "Paris is in France"},
     ...              {"id": "2", "title": "Berlin", "text": "Berlin is in Germany"}])
     >>> [[hit["title"] for hit in hits] for hits in bm25.search(["Paris", "in", "zzz"], k=5)]
@@ -81,35 +77,24 @@ class BM25:
         # Terms and order as in rank-bm25's get_scores: the scores are equal to the last bit.
         weight = idf[word] * (tf * (k1 + 1) / (tf + k1 * (1 - b + b * length / stats.avgdl)))
         starts = np.concatenate([[0], np.cumsum(df)])
-        self.use(indexes.Index(passages, dict(words), starts, where, weight))
-
-    def use(self, index):
-        """Search in this `indexes.Index`."""
-        self.index, self.passages, self.cache = index, index.passages, {}
+        self.passages = passages
+        self.index = indexes.Index(passages, dict(words), starts, where, weight)
 
     def top(self, query, k):
         """The best k passages of one query: list of (index, score)."""
-        if (query, k) in self.cache:
-            return self.cache[query, k]
         index, scores = self.index, np.zeros(len(self.passages))
         for word in tokenise(query):
             if word in index.words:
                 w = index.words[word]
                 span = slice(index.starts[w], index.starts[w + 1])
-                # Faster than `scores[...] += ...`
-                np.add.at(scores, index.where[span], index.weight[span])
+                np.add.at(scores, index.where[span], index.weight[span])  # faster than `+=`
         kth = np.partition(scores, -k)[-k] if k < len(scores) else 0.0
         found = np.flatnonzero((scores >= kth) & (scores > 0))  # with ties, for the sort
         best = found[np.argsort(-scores[found], kind="stable")][:k]
-        top = [(int(i), float(scores[i])) for i in best]
-        if len(self.cache) >= CACHED_QUERIES:
-            self.cache = {}
-        self.cache[query, k] = top
-        return top
+        return [(int(i), float(scores[i])) for i in best]
 
     def search(self, queries, k=3):
         """Of each query the best passages, best first: up to k {"id", "title", "text", "score"}.
-
         Ties are in corpus order; a query without a known word gets []. Raises TypeError where
         `queries` is no list of strings, ValueError for k < 1."""
         data.check_queries(queries, k)
@@ -126,7 +111,8 @@ class BM25:
     def load(cls, path):
         """The index that `save` wrote. Raises DataError where it is damaged or missing."""
         retriever = cls.__new__(cls)
-        retriever.use(indexes.load(path))
+        retriever.index = indexes.load(path)
+        retriever.passages = retriever.index.passages
         return retriever
 
 
@@ -145,7 +131,6 @@ def open_retriever(corpus, url=None):
 
 def recall(retriever, questions, ks=(3, 5)):
     """{k: recall@k}: share of a question's supporting titles among those of the first k passages.
-
     The query is the plain question; a mean over the questions that name such titles. Raises
     DataError where none does."""
     questions = [q for q in questions if q["metadata"].get("supporting_titles")]

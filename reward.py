@@ -128,9 +128,7 @@ def own_words(text):
 
 def parse_action(text):
     """The first closed action of a turn: ("search", query), ("answer", answer) or (None, None).
-
     A search without a query is no action. The content never holds one of our tags.
-
     >>> parse_action("<answer> X </answer><search>q</search>"), parse_action("<search> </search>")
     (('answer', 'X'), (None, None))
     """
@@ -176,7 +174,6 @@ def cosine(a, b):
 
 def is_repeat(query, earlier_queries, threshold=PAPER.repeat_cosine):
     """Whether a query repeats an earlier one: cosine of their TF-IDF vectors above `threshold`.
-
     As in the released code, a query that normalises to nothing repeats any other, as does one when
     none has a usable token; an earlier "nothing" is compared as the word "none"."""
     if not earlier_queries:
@@ -274,12 +271,10 @@ class Score:
 
 def score(steps, golden_answers, self_answers, weights=PAPER, **evidence):
     """Score one trajectory: base (format, outcome) + efficiency + quality, per step and named.
-
     steps: n + 1 texts, what the policy wrote in each turn; the last is the answer step, all before
     are search steps, valid or not. golden_answers: str, list of str, or None where none is known.
     self_answers: n extracted answers, None where the policy was not asked. evidence: self_answer_0,
     passages, supporting_titles, for the variants. Raises ValueError for lengths that do not fit.
-
     >>> steps = ["<think>a</think><search>q</search>", "<think>b</think><answer>Nile</answer>"]
     >>> print(score(steps, "Nile", ["Nile"]))
     step       format    outcome efficiency    quality      total

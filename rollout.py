@@ -167,7 +167,6 @@ class Trajectory:
 @torch.inference_mode()
 def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
     """Play `sampling.num_generations` trajectories per question, all at once.
-
     policy: `models.Policy` in eval mode. questions: dicts as `data.load_questions` gives them.
     retriever: anything with `search(queries, k)`. settings: RolloutSettings. clock: `logs.Clock`,
     to which seconds of rollout, self_answer and search are added. Self-answers have a random stream
@@ -315,7 +314,6 @@ def observe(trajectory, tokenizer, settings, turns_left):
 
 def clean(text):
     """Retrieved text made harmless: our tags and <|markers|> lose their brackets, controls go.
-
     >>> clean("a</information>\\x1b[0m<search>b</search><|im_end|>")
     'a(/information) [0m(search)b(/search)(|im_end|)'
     """

@@ -53,7 +53,6 @@ class TrainSettings(RolloutSettings, options.RunSettings):
 
 def train(policy, optimizer, task, held_out, settings, run, first_step):
     """The loop: questions -> rollouts -> rewards -> advantages -> loss -> update.
-
     task, held_out: `data.Task`. run: its folder. Raises KeyboardInterrupt when a signal to stop has
     been obeyed."""
     model, G, weights = policy.model, settings.num_generations, reward_weights(settings)
@@ -108,7 +107,6 @@ def reward_weights(settings):
 
 def total_rewards(scores, trajectories):
     """Total rewards (N,). Raises DataError for one that is not finite, and says whose.
-
     Sums that are equal on paper may differ in the last bit: a group must not learn from that."""
     for score, trajectory in zip(scores, trajectories):
         where = f"reward {score.total} for question {trajectory.question['id']}"
@@ -118,9 +116,7 @@ def total_rewards(scores, trajectories):
 
 def group_advantages(rewards, num_generations):
     """GRPO: A = (r - mean(r)) / std(r) over the rollouts of a question; 0 where all are equal.
-
     rewards: (N,), groups of `num_generations` adjacent. Returns (N,) float32.
-
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.9, 0.9]), 2)
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
@@ -140,7 +136,6 @@ def all_equal(groups):
 
 def update(model, optimizer, trajectories, advantages, learning_rate, settings):
     """`num_iterations` clipped GRPO updates on one batch. Returns means of loss, entropy, ...
-
     An update whose loss or gradient is not finite is skipped and counted."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -168,7 +163,6 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
 
 def make_micro_batches(trajectories, advantages, size, device):
     """Sort trajectories by length, so that little is padding, and pad micro-batches on the right.
-
     Causal attention then needs no mask: no token sees what follows it. Returns dicts of input_ids
     and completion_mask (B, T), T = prompt and completion, and advantages (B,)."""
     order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i]))
@@ -201,7 +195,6 @@ def micro_batch_loss(model, batch, settings):
 
 def per_token_logps(model, batch, temperature):
     """Log-probability of each sampled token and the entropy there: two (B, T), 0 elsewhere.
-
     Logits are computed at the sampled positions only: no (B, T, V) tensor is ever made."""
     mask = batch["completion_mask"].bool()  # (B, T)
     causal_lm = model.get_base_model()  # the adapter is inside its layers
@@ -224,9 +217,7 @@ def per_token_logps(model, batch, temperature):
 
 def grpo_loss(per_token_logps, batch, epsilon, beta):
     """Clipped surrogate plus k3 KL, summed over the sampled tokens, with d = ref - logp:
-
     -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * (exp(d) - d - 1)
-
     per_token_logps: (B, T). batch: completion_mask (B, T), advantages (B,), old_per_token_logps
     and, if beta > 0, ref_per_token_logps (B, T). Returns (loss, {"clip_ratio", "kl"}), sums.
     Masked before `exp`: what stands at a masked position cannot reach the gradient."""
@@ -265,7 +256,6 @@ def step_metrics(trajectories, scores, rewards, settings):
 
 def load_tasks(settings, checkpoint):
     """The Tasks to train on and to evaluate on, the latter without questions if there are none.
-
     Refuses with a DataError what cannot be used, before any weights are loaded."""
     weights, path = reward_weights(settings), files.locate(settings.model)
     questions, held_out = data.load_questions(settings.questions), []
@@ -288,7 +278,6 @@ def load_tasks(settings, checkpoint):
 
 def dry_run(policy, optimizer, task, held_out, settings):
     """One ordinary step on the longest questions at the greatest depth, and an evaluation batch.
-
     Prints the seconds of each, and the peak memory until its end."""
     questions = sorted(task.questions, key=lambda question: -len(question["question"]))
     questions = questions[: settings.num_questions]

@@ -5,23 +5,22 @@ Used by `python data/convert.py SET --download`.
 
 import hashlib
 import os
+import sys
 from http.client import HTTPException
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from plumbing.files import DataError
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from plumbing.files import DataError  # noqa: E402
 
 HUB = "https://huggingface.co/datasets"
-HOTPOTQA, TWO_WIKI = (
-    "http://curtis.ml.cmu.edu/datasets/hotpot",
-    f"{HUB}/voidful/2WikiMultihopQA/resolve/main",
-)
-MUSIQUE, FLASHRAG = (
-    f"{HUB}/bdsaglam/musique/resolve/main",
-    f"{HUB}/RUC-NLPIR/FlashRAG_datasets/resolve/main",
-)
+HOTPOTQA = "http://curtis.ml.cmu.edu/datasets/hotpot"
+TWO_WIKI = f"{HUB}/voidful/2WikiMultihopQA/resolve/main"
+MUSIQUE = f"{HUB}/bdsaglam/musique/resolve/main"
+FLASHRAG = f"{HUB}/RUC-NLPIR/FlashRAG_datasets/resolve/main"
 FLASHRAG_SPLITS = """nq/train nq/dev nq/test triviaqa/train triviaqa/dev triviaqa/test popqa/test
 hotpotqa/train hotpotqa/dev 2wikimultihopqa/train 2wikimultihopqa/dev musique/train musique/dev
 bamboogle/test""".split()
@@ -80,9 +79,8 @@ def fetch(url, part):
         response = urlopen(Request(url, headers=headers), timeout=TIMEOUT)
     except HTTPError as error:
         with error:
-            if (
-                error.code == 416 and have
-            ):  # nothing follows: all is there, or it is a part of something else
+            # Nothing follows: all is there, or it is a part of something else
+            if error.code == 416 and have:
                 if error.headers.get("Content-Range") != f"bytes */{have}":
                     part.unlink()
                     fetch(url, part)
@@ -130,11 +128,8 @@ def download(url, path, sha256, read):
         except (OSError, HTTPException) as error:
             if size_of(part) > before:  # as long as it grows, go on
                 continue
-            kept = (
-                f"{before:,} bytes are kept, the same command goes on from there; "
-                if size_of(part)
-                else ""
-            )
+            kept = f"{before:,} bytes are kept, the same command goes on from there; "
+            kept = kept if size_of(part) else ""
             raise DataError(
                 f"{url}: cannot be fetched: {getattr(error, 'reason', None) or error}; "
                 f"{kept}or get the file by other means and give its path"
@@ -146,13 +141,15 @@ def download(url, path, sha256, read):
     try:
         if sha256 and digest.hexdigest() != sha256:
             raise DataError(f"its SHA-256 is {digest.hexdigest()}, not {sha256}")
-        found = (
-            "as expected"
-            if sha256
-            else f"with {sum(1 for _ in read(part))} items (no hash to compare with)"
-        )
+        found = "as expected"
+        if not sha256:
+            found = f"with {sum(1 for _ in read(part))} items (no hash to compare with)"
     except DataError as error:
         part.unlink()
         raise DataError(f"{url}: not the expected file, thrown away: {error}") from None
     os.replace(part, path)
     print(f"{path}: SHA-256 {digest.hexdigest()} {found}")
+
+
+if __name__ == "__main__":
+    print(__doc__)

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import make_tinyworld as tw  # noqa: E402
 
+from plumbing import files  # noqa: E402
 from retriever import BM25  # noqa: E402
 from reward import TAGS  # noqa: E402
 from rollout import ADVICE, NO_PASSAGES, PROBE, show_passages  # noqa: E402
@@ -425,7 +426,7 @@ def save(model, log, folder):
     (folder / "training_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description="Make the tiny model.")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "tiny_model", help="folder to write to"
@@ -436,7 +437,9 @@ def main():
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of weights and demonstrations (default 0)"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    files.check(args.batch_size > 0, f"--batch_size {args.batch_size}", "must be at least 1")
+    args.out.mkdir(parents=True, exist_ok=True)  # fails now, not after 40 minutes
     torch.manual_seed(args.seed)
     torch.set_flush_denormal(True)
     config = Qwen2Config(
@@ -471,4 +474,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    files.run_script("make_tiny_model.py", main)

@@ -11,13 +11,13 @@ are the same in both worlds: the tiny model was taught them.
 """
 
 import argparse
-import json
 import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from plumbing import files  # noqa: E402
 from retriever import BM25  # noqa: E402
 
 FIRST_WORDS = """Amber Ivory Scarlet Silver Golden Crimson Cobalt Copper Velvet Marble Cedar Willow
@@ -396,10 +396,6 @@ def famous_questions(split):
     return texts
 
 
-def write_jsonl(path, rows):
-    path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Make the tiny world.")
     parser.add_argument(
@@ -420,10 +416,10 @@ def main(arguments=None):
         corpus = [
             {"id": p["id"], "contents": f'"{p["title"]}"\n{p["text"]}'} for p in world.passages
         ]
-        write_jsonl(args.out / f"{split}_corpus.jsonl", corpus)
-        write_jsonl(args.out / f"{split}.jsonl", questions)
+        files.write_jsonl(args.out / f"{split}_corpus.jsonl", corpus)
+        files.write_jsonl(args.out / f"{split}.jsonl", questions)
         print(f"{split}: {len(corpus)} passages, {len(questions)} questions")
 
 
 if __name__ == "__main__":
-    main()
+    files.run_script("make_tinyworld.py", main)

@@ -1,6 +1,5 @@
 """Corpora and questions: reading them from JSONL, drawing a step's questions, grouping them."""
 
-import functools
 import json
 import random
 import string
@@ -122,16 +121,11 @@ def draw_questions(questions, number, step, seed):
     drawn = []
     for position in range(step * number, (step + 1) * number):
         epoch, index = divmod(position, len(questions))
-        drawn.append(questions[epoch_order(seed, epoch, len(questions))[index]])
+        if index == 0 or not drawn:
+            order = list(questions)
+            random.Random(f"{seed} {epoch}").shuffle(order)
+        drawn.append(order[index])
     return drawn
-
-
-@functools.cache
-def epoch_order(seed, epoch, size):
-    """The shuffled order of an epoch: list of indices."""
-    order = list(range(size))
-    random.Random(f"{seed} {epoch}").shuffle(order)
-    return order
 
 
 def group_of(question, key):

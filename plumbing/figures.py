@@ -18,19 +18,12 @@ over_search_ratio eval/reward valid_action_ratio kl entropy frac_reward_zero_std
 seconds/rollout seconds/self_answer seconds/update""".split()
 
 
-def check_ending(option, path):
-    """Raise DataError for a figure's name that is neither .png nor .svg."""
-    is_figure = path is None or Path(path).suffix in (".png", ".svg")
-    check(is_figure, f"{option} {path}", "the name of a figure ends in .png or .svg")
-
-
 @contextmanager
 def figure_of(path, panels, columns, size, title, **shared):
     """A figure with a grid of `panels`, written to `path` at the end of the block."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    check_ending("figure", path)
     ending, rows = Path(path).suffix[1:], -(-panels // columns)
     with matplotlib.rc_context(fname=Path(__file__).with_name("figures.mplstyle")):
         size = (size[0] * columns, size[1] * rows + 0.8)

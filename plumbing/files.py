@@ -55,7 +55,8 @@ def on_failure(problem, but=()):
     except (DataError, SearchError, *but):
         raise
     except Exception as error:
-        raise DataError(f"{problem}: {error_line(error)}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{problem}: {error_line(reason)}") from None
 
 
 def locate(path):
@@ -66,38 +67,24 @@ def locate(path):
 
 def read_jsonl(path):
     """Yield ("file, line n", object) of a JSONL file, less BOM and blank lines; or DataError."""
-    where = path
-    try:
-        with open(path, "rb") as file:
-            for number, raw in enumerate(file, start=1):
-                where = f"{path}, line {number}"
+    with on_failure(f"{path}: cannot be read"), open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            with on_failure(f"{where}: not valid JSON"):
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                if line:
-                    record = json.loads(line)
-                    kind = type(record).__name__
-                    check(kind == "dict", where, f"expected one JSON object a line, got {kind}")
-                    if re.search(r"\\u[dD][89a-fA-F]", line):  # half a surrogate pair is no text
-                        json.dumps(record, ensure_ascii=False).encode("utf-8")
-                    yield where, record
-    except DataError:
-        raise
-    except OSError as error:
-        problem, where = f"cannot be read: {error.strerror or error}", path
-    except json.JSONDecodeError as error:
-        problem = f"not valid JSON: {error.msg} (column {error.colno})"
-    except (ValueError, RecursionError) as error:  # no UTF-8, surrogates, thousands of digits
-        problem = error
-    else:
-        return
-    raise DataError(f"{where}: {problem}")
+                record = json.loads(line) if line else {}
+                if re.search(r"\\u[dD][89a-fA-F]", line):  # half a surrogate pair is no text
+                    json.dumps(record, ensure_ascii=False).encode("utf-8")
+            kind = type(record).__name__
+            check(kind == "dict", where, f"expected one JSON object a line, got {kind}")
+            if line:
+                yield where, record
 
 
 def read_json(path):
     """The object in a JSON file. Raises DataError, OSError."""
-    try:
+    with on_failure(f"{path}: not valid JSON", but=[OSError]):
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from None
     check(isinstance(record, dict), path, f"expected a JSON object, got {type(record).__name__}")
     return record
 

@@ -80,12 +80,9 @@ class CachedBatch:
         positions = (self.lengths[:, None] + new.cumsum(1) - 1).clamp(min=0)
         self.mask = torch.cat([self.mask, new], 1)
         self.lengths = self.lengths + new.sum(1)
-        new_ids, how = (
-            torch.tensor(ids, device=self.device),
-            {"use_cache": True, "cache": self.cache},
-        )
-        how |= {"attention_mask": self.mask, "position_ids": positions, "logits_to_keep": 1}
-        return self.policy.model(input_ids=new_ids, **how).logits[:, -1].float()
+        inputs = {"input_ids": torch.tensor(ids, device=self.device), "position_ids": positions}
+        inputs |= {"attention_mask": self.mask, "cache": self.cache, "use_cache": True}
+        return self.policy.model(**inputs, logits_to_keep=1).logits[:, -1].float()
 
     def write(self, logits, limit, stops, sampler):
         """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plumbing.files import DataError, check, on_failure, replacing
+from plumbing.files import check, on_failure, replacing
 
 FORMAT = 1  # goes up when tokenise or the arrays change: an older index would silently find less
 
@@ -30,20 +30,17 @@ def save(path, index):
 
 def load(path):
     """The index that `save` wrote. Raises DataError where it is damaged or missing."""
-    try:
+    with on_failure(f"{path}: cannot be read"):
         raw = open(path, "rb")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
     # Damaged zip, array and JSON data fail in a dozen ways, and all mean the same.
     problem = f"{path}: damaged, or no index of this version: build it again"
     with on_failure(problem), raw, np.load(raw, allow_pickle=False) as file:
         meta = json.loads(file["meta"].tobytes())
         passages, words = meta["passages"], {word: w for w, word in enumerate(meta["words"])}
-        index = Index(passages, words, file["starts"], file["where"], file["weight"])
-        _, _, starts, where, weight = index
+        starts, where, weight = file["starts"], file["where"], file["weight"]
         good = all(isinstance(p[key], str) for p in passages for key in ("id", "title", "text"))
         good &= starts.dtype == where.dtype == np.int64 and weight.dtype == np.float64
         good &= meta["format"] == FORMAT and starts[-1] == len(where) == len(weight)
         good &= len(words) == len(starts) - 1 and starts[0] == 0 and (np.diff(starts) > 0).all()
         check(good and 0 <= where.min() <= where.max() < len(passages), problem, "it does not fit")
-    return index
+    return Index(passages, words, starts, where, weight)

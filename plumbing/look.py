@@ -18,7 +18,8 @@ def check(args):
     ensure(not args.where or args.show or args.html, "--where", "is for --show N or --html")
     ensure(not args.gold or args.ask, "--gold", "is for --ask")
     ensure(args.ask is None or args.ask.strip(), "--ask", "the question is blank")
-    figures.check_ending("--figure", args.figure)
+    is_figure = Path(args.figure or "x.png").suffix in (".png", ".svg")
+    ensure(is_figure, f"--figure {args.figure}", "the name of a figure ends in .png or .svg")
     for name in ("out", "html", "figure"):
         check_writable(f"--{name}", getattr(args, name))
 
@@ -47,7 +48,7 @@ def save_reports(args, reports, out, saved, is_own):
     new = {"eval": saved.get("eval", {}) | {decoding: result}} if is_own else {decoding: result}
     write_json(out, saved | new)
     print(f"{tables.report_table(result)}\nreport: {out}")
-    return page.report(result, f"{result['n']} questions, {decoding}")
+    return [page.report(result, f"{result['n']} questions, {decoding}")]
 
 
 def saved_sections(args, result):
@@ -55,7 +56,7 @@ def saved_sections(args, result):
     if result is None:
         return page.run(args.run) if args.html else []
     print(tables.report_table(result))
-    return page.report(result, f"{result['n']} questions")
+    return [page.report(result, f"{result['n']} questions")]
 
 
 def show_trajectories(args, pairs, sections, latest=False):
@@ -80,19 +81,18 @@ def compare_runs(args, read_trajectories):
         if args.curves:
             figures.plot_curves(run_dirs, figure)
             return print(figure)
-        arms, forced = compare.load_arms(run_dirs), None
-        for path in (
-            [args.reference] if args.reference else [f"{run}/eval.json" for run in run_dirs]
-        ):
-            forced = forced or read_json(path).get("forced")
-        missing = args.reference and not forced
-        ensure(not missing, f"--reference {args.reference}", "no report of --force_depth")
+        arms = compare.load_arms(run_dirs)
+        reports = [args.reference] if args.reference else [f"{run}/eval.json" for run in run_dirs]
+        found = [read_json(path).get("forced") for path in reports]
+        forced = next(filter(None, found), None)
+        is_there = forced or not args.reference
+        ensure(is_there, f"--reference {args.reference}", "no report of --force_depth")
         rows = compare.compare_rows(arms)
         print(tables.as_text(rows))
         figures.plot_compare(arms, figure, forced)
         print(figure)
-        cases = {}
-        if args.show or all((Path(run) / HELD_OUT).exists() for run in run_dirs):
+        cases, have_cases = {}, all((Path(run) / HELD_OUT).exists() for run in run_dirs)
+        if args.show or (args.html and have_cases):
             cases = compare.side_by_side(run_dirs, read_trajectories, args.show or 3, args.where)
         for pairs in zip(*cases.values()) if args.show else ():
             texts = [show.render_trajectory(*pair) for pair in pairs]

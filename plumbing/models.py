@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from plumbing.files import DataError, check, locate, on_failure
+from plumbing.files import check, locate, on_failure
 from reward import TAGS
 
 if not sys.stderr.isatty():
@@ -41,9 +41,10 @@ def load_tokenizer(path):
     if os.path.isdir(path):
         has_config = os.path.isfile(os.path.join(path, "config.json"))
         check(has_config, path, "no model folder, config.json is missing")
-    elif not try_to_load_from_cache(path, "config.json"):
+    else:
         with on_failure(f"{path}: neither a model folder nor a model of the hub"):
-            HfApi().model_info(path, timeout=3)  # once; below, each file would be asked for
+            if not try_to_load_from_cache(path, "config.json"):
+                HfApi().model_info(path, timeout=3)  # once; below, each file would be asked for
     with on_failure(f"{path}: no model with a tokenizer"):
         declared = get_tokenizer_config(path).get("tokenizer_class")
         is_generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -86,8 +87,8 @@ def check_4bit(in_4bit):
     is_installed = find_spec("bitsandbytes") is not None
     if in_4bit is None:
         return torch.cuda.is_available() and is_installed
-    if in_4bit and not is_installed:
-        raise DataError("--load_in_4bit needs the package bitsandbytes, which is not installed")
+    problem = "needs the package bitsandbytes, which is not installed"
+    check(is_installed or not in_4bit, "--load_in_4bit", problem)
     return in_4bit
 
 

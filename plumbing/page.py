@@ -17,13 +17,12 @@ def figure(heading, draw, *arguments):
 
 
 def report(result, heading):
-    """A report as sections: the metrics, depth against need, what they depend on."""
-    sections, depth = [{"heading": heading, "rows": tables.report_rows(result)}], result["depth"]
-    if depth:
-        section = {"heading": "Searches made against searches needed"}
-        section |= {"rows": tables.depth_rows(depth), "line": tables.depth_line(depth)}
-        sections.append(section)
-    return [*sections, {"settings": result["settings"]}]
+    """A report as a section: the metrics, depth against need, what they depend on."""
+    section = {"heading": heading, "rows": tables.report_rows(result)}
+    if result["depth"]:
+        section |= {"depth": tables.depth_rows(result["depth"])}
+        section |= {"line": tables.depth_line(result["depth"])}
+    return section | {"settings": result["settings"]}
 
 
 def forced(reports, name):
@@ -42,7 +41,7 @@ def run(folder):
         rows = tables.before_after_rows(result)
         sections.append({"heading": "Held-out questions", "rows": rows})
     for decoding, after in result.get("eval", result.get("after", {})).items():
-        sections += report(after, f"Held-out questions after training, {decoding}")
+        sections.append(report(after, f"Held-out questions after training, {decoding}"))
     if (folder / "metrics.jsonl").exists():
         sections.append(figure("Training curves", figures.plot_curves, [folder]))
     return sections + forced(result.get("forced"), folder.name)

@@ -7,24 +7,23 @@ import shutil
 import sys
 import textwrap
 import unicodedata
+from ast import literal_eval
 from contextlib import suppress
 
 import reward
 from plumbing.data import group_of
-from plumbing.files import check
+from plumbing.files import check, on_failure
 
 # What a line is: its colour in a terminal (an ANSI code) and the most lines it takes there.
 KINDS = {"question": ("1", 3), "gold": ("1", 1), "think": ("2", 3), "invalid": ("31", 3)}
 KINDS |= {"search": ("36", 1), "passage": ("90", 1), "right": ("32", 2), "wrong": ("33", 2)}
 KINDS |= {"reward": ("35", 1), "verdict": ("1", 1)}
 RULE = "\n\n" + "-" * 60 + "\n\n"
-NAMES = ("hops", "hard", "id", "em", "f1", "t_c", "reward", "search_depth", "stop")
-NAMES += ("tokens", "verdict")
+NAMES = "hops hard id em f1 t_c reward search_depth stop tokens verdict".split()
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
 OPERATORS |= {">": operator.gt, ">=": operator.ge}
-VALUE = r"""-?\d+(?:\.\d+)?|'[^']*'|"[^"]*"|True|False|None"""
+VALUE = r"""-?(?:0|[1-9]\d*)(?:\.\d+)?|'[^'\\]*'|"[^"\\]*"|True|False|None"""
 COMPARISON = rf"\s*(\w+)\s*(==|!=|<=|>=|<|>)\s*({VALUE})\s*"
-CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def verdict(trajectory, score):
@@ -111,18 +110,9 @@ def render_trajectory(trajectory, score, colour=None):
     return "\n\n".join(blocks)
 
 
-def value_of(text):
-    """The value that a VALUE stands for."""
-    if text in CONSTANTS:
-        return CONSTANTS[text]
-    return text[1:-1] if text[0] in "'\"" else float(text)
-
-
 def holds(condition, names):
     """Whether comparisons joined by `and`, such as "hops==2 and em==0", hold for {name: value}.
-
     What cannot be compared is no match. Raises DataError for anything else.
-
     >>> holds("hops == 2 and em < 1", {"hops": 2, "em": 0.0}), holds("t_c > 0", {"t_c": None})
     (True, False)
     """
@@ -132,8 +122,10 @@ def holds(condition, names):
     for name, compare, text in re.findall(COMPARISON, condition):
         check(name in names, where, problem)
         matches.append(False)
+        with on_failure(where):  # an endless number, a line break in quotes
+            value = literal_eval(text)
         with suppress(TypeError):
-            matches[-1] = OPERATORS[compare](names[name], value_of(text))
+            matches[-1] = OPERATORS[compare](names[name], value)
     return all(matches)
 
 

@@ -25,10 +25,8 @@ def spearman(x, y):
     """Rank correlation of two lists of numbers; None where one of them does not vary."""
     if min(len(set(x)), len(set(y))) < 2:
         return None
-    return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
-
-
-def ranks(values):
-    """The ranks of numbers, ties at their mean rank."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    ranks = []
+    for values in (x, y):  # ties get their mean rank
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[inverse])
+    return float(np.corrcoef(*ranks)[0, 1])

@@ -40,7 +40,15 @@ import rollout as ro
 from eval import score_trajectory
 from retriever import BM25, load_corpus, load_questions, tokenise
 from rollout import Clock, RolloutSettings, Trajectory, Turn, encode, rollout
-from train import TrainSettings, group_advantages, inference_weights, length_of, load_model, rewards_of, update
+from train import (
+    TrainSettings,
+    group_advantages,
+    inference_weights,
+    length_of,
+    load_model,
+    rewards_of,
+    update,
+)
 
 
 @dataclass
@@ -89,27 +97,37 @@ def is_missing(package):
 
 def world(split="dev"):
     """(retriever, questions) of the tiny world."""
-    corpus, questions = (ro.locate(f"data/tinyworld/{split}{name}.jsonl") for name in ("_corpus", ""))
+    corpus, questions = (
+        ro.locate(f"data/tinyworld/{split}{name}.jsonl") for name in ("_corpus", "")
+    )
     return BM25(load_corpus(corpus)), load_questions(questions)
 
 
 # Rollouts
 
 
-def generate_rollout(model, tokenizer, questions, retriever, settings, temperature, self_answers=True):
+def generate_rollout(
+    model, tokenizer, questions, retriever, settings, temperature, self_answers=True
+):
     """The same search loop on transformers' `generate`, as one writes it for TRL's `rollout_func`: in every turn the
     whole histories go through the model again, left-padded in one batch that finished rows have left. Self-answers are
     a second `generate`. Returns one Trajectory per question; greedy, its ids are ours.
     """
     prompts = [ro.encode_prompt(tokenizer, question["question"]) for question in questions]
-    live = trajectories = [Trajectory(question, prompt_ids=prompt) for question, prompt in zip(questions, prompts)]
+    live = trajectories = [
+        Trajectory(question, prompt_ids=prompt) for question, prompt in zip(questions, prompts)
+    ]
 
     def write(limit, tags, probe=()):
-        histories = [trajectory.prompt_ids + trajectory.completion_ids + [*probe] for trajectory in live]
+        histories = [
+            trajectory.prompt_ids + trajectory.completion_ids + [*probe] for trajectory in live
+        ]
         return generate(model, tokenizer, histories, limit, tags, temperature)
 
     for turns_left in reversed(range(settings.max_searches + 1)):
-        for trajectory, ids in zip(live, write(settings.max_turn_tokens, ("</search>", "</answer>"))):
+        for trajectory, ids in zip(
+            live, write(settings.max_turn_tokens, ("</search>", "</answer>"))
+        ):
             trajectory.append(ids, sampled=True)
             text = tokenizer.decode(ids)
             trajectory.turns.append(Turn(text, reward.parse_action(text)[0]))
@@ -120,7 +138,9 @@ def generate_rollout(model, tokenizer, questions, retriever, settings, temperatu
         for trajectory, observation in zip(live, filter(None, observations)):
             trajectory.append(observation, sampled=False)
         if self_answers:
-            answers = write(settings.max_self_answer_tokens, ("</answer>",), encode(tokenizer, ro.PROBE))
+            answers = write(
+                settings.max_self_answer_tokens, ("</answer>",), encode(tokenizer, ro.PROBE)
+            )
             for trajectory, ids in zip(live, answers):
                 trajectory.turns[-1].self_answer = tokenizer.decode(ids)
     return trajectories
@@ -132,11 +152,20 @@ def generate(model, tokenizer, rows, limit, tags, temperature):
     stops = [tokenizer.eos_token_id, *(encode(tokenizer, tag)[0] for tag in tags)]
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    mask = torch.tensor(
+        [[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device
+    )
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0}
+        if temperature
+        else {"do_sample": False}
+    )
     output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=limit, eos_token_id=stops,
                             pad_token_id=tokenizer.pad_token_id, **sampling)  # fmt: skip
-    ends = [next((i for i, token in enumerate(row) if token in stops), limit) for row in output[:, width:].tolist()]
+    ends = [
+        next((i for i, token in enumerate(row) if token in stops), limit)
+        for row in output[:, width:].tolist()
+    ]
     return [row[: end + 1] for row, end in zip(output[:, width:].tolist(), ends)]
 
 
@@ -146,14 +175,29 @@ def bench_rollout(sizes):
     retriever, questions = world()
     questions, G = questions[: sizes.questions], sizes.num_generations
     settings = RolloutSettings(max_searches=sizes.max_searches)
-    everything = model, tokenizer, [question for question in questions for _ in range(G)], retriever, settings
-    ours, trajectories = timed(lambda: rollout(model, tokenizer, questions, retriever, settings, G, 0.0), sizes.runs)
+    everything = (
+        model,
+        tokenizer,
+        [question for question in questions for _ in range(G)],
+        retriever,
+        settings,
+    )
+    ours, trajectories = timed(
+        lambda: rollout(model, tokenizer, questions, retriever, settings, G, 0.0), sizes.runs
+    )
     ids = [trajectory.completion_ids for trajectory in trajectories]
     row(f"{len(ids)} rollouts: ours", ours, note=lengths(trajectories))
 
     seconds, theirs = timed(lambda: generate_rollout(*everything, 0.0), sizes.runs)
-    assert ids == [trajectory.completion_ids for trajectory in theirs], "`generate` writes other tokens than ours"
-    row(f"{len(ids)} rollouts: `generate` anew every turn, all rows", seconds, ratio=seconds / ours, note="same ids")
+    assert ids == [trajectory.completion_ids for trajectory in theirs], (
+        "`generate` writes other tokens than ours"
+    )
+    row(
+        f"{len(ids)} rollouts: `generate` anew every turn, all rows",
+        seconds,
+        ratio=seconds / ours,
+        note="same ids",
+    )
 
     one_by_one = {
         "`generate` anew every turn, row by row": lambda question: generate_rollout(
@@ -175,7 +219,11 @@ def load_trainable():
     """(model, tokenizer, optimizer): the tiny model with a fresh adapter as train.py has it, at learning rate 0."""
     torch.manual_seed(0)
     model, tokenizer = load_model(TrainSettings(load_in_4bit=False))
-    return model.train(), tokenizer, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    return (
+        model.train(),
+        tokenizer,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0),
+    )
 
 
 def grpo_step(policy, questions, retriever, settings, G, self_answers=True, seed=0):
@@ -214,11 +262,15 @@ def bench_trl(sizes):
         played, asked = [], "with" if self_answers else "without"
 
         def step(played=played, self_answers=self_answers):  # each with a seed of its own, as TRL's
-            played += grpo_step(policy, questions, retriever, settings, G, self_answers, seed=len(played))[0]
+            played += grpo_step(
+                policy, questions, retriever, settings, G, self_answers, seed=len(played)
+            )[0]
 
         ours, _ = timed(step, sizes.runs)
         row(f"step of {number} rollouts {asked} self-answers: ours", ours, note=lengths(played))
-        theirs, generating, played = trl_steps(questions, retriever, settings, G, self_answers, sizes.runs)
+        theirs, generating, played = trl_steps(
+            questions, retriever, settings, G, self_answers, sizes.runs
+        )
         row(f"step of {number} rollouts {asked} self-answers: TRL", theirs, ratio=theirs / ours,
             note=f"{lengths(played)}; {generating:.3g} s in `rollout_func`")  # fmt: skip
 
@@ -238,8 +290,13 @@ def trl_steps(questions, retriever, settings, G, self_answers, runs):
             ends.append(time.perf_counter())
 
     def rollout_func(prompts, trainer):
-        start, rows = time.perf_counter(), [by_text[prompt] for prompt in prompts]  # a row for each rollout
-        new = generate_rollout(trainer.model, tokenizer, rows, retriever, settings, 1.0, self_answers)
+        start, rows = (
+            time.perf_counter(),
+            [by_text[prompt] for prompt in prompts],
+        )  # a row for each rollout
+        new = generate_rollout(
+            trainer.model, tokenizer, rows, retriever, settings, 1.0, self_answers
+        )
         generating.append(time.perf_counter() - start)
         played.extend(new)
         return {"prompt_ids": [t.prompt_ids for t in new], "completion_ids": [t.completion_ids for t in new],
@@ -259,8 +316,15 @@ def trl_steps(questions, retriever, settings, G, self_answers, runs):
             gradient_checkpointing=False, bf16=False, use_cpu=not torch.cuda.is_available(), save_strategy="no",
             report_to="none", logging_steps=10**6, disable_tqdm=True,
         )  # fmt: skip
-        trainer = GRPOTrainer(model, total_reward, config, processing_class=tokenizer, rollout_func=rollout_func,
-                              train_dataset=Dataset.from_dict({"prompt": list(by_text)}), callbacks=[StepEnds()])
+        trainer = GRPOTrainer(
+            model,
+            total_reward,
+            config,
+            processing_class=tokenizer,
+            rollout_func=rollout_func,
+            train_dataset=Dataset.from_dict({"prompt": list(by_text)}),
+            callbacks=[StepEnds()],
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     steps = [end - start for start, end in zip(ends, ends[1:])]
@@ -279,7 +343,10 @@ def bench_step(sizes):
         return trajectories, padding
 
     total, (trajectories, padding) = timed(step, sizes.runs)
-    seconds = {phase: statistics.median(s[phase] for s in all_seconds[-sizes.runs :]) for phase in all_seconds[0]}
+    seconds = {
+        phase: statistics.median(s[phase] for s in all_seconds[-sizes.runs :])
+        for phase in all_seconds[0]
+    }
     row(f"step of {len(trajectories)} rollouts", total, note=lengths(trajectories))
     for phase, value in seconds.items():
         row(f"- {phase}", value, note=f"{value / total:.0%} of the step")
@@ -288,7 +355,12 @@ def bench_step(sizes):
     row("padding in the update's micro-batches", 100 * padding, "%")
     sampled, in_rollouts = rollout_tokens(policy[1], trajectories, G)
     in_update = sum(map(length_of, trajectories))
-    row("sampled tokens", sampled / playing, "a second of rollouts", note=f"{sampled:,}, with self-answers")
+    row(
+        "sampled tokens",
+        sampled / playing,
+        "a second of rollouts",
+        note=f"{sampled:,}, with self-answers",
+    )
     row("tokens through the model", (in_rollouts + in_update) / total, "a second of the step",
         note=f"{in_rollouts:,} in rollouts, {in_update:,} in the update")  # fmt: skip
     flops, rate = update_flops(policy[0], trajectories), matmul_rate()
@@ -300,7 +372,9 @@ def bench_step(sizes):
 def rollout_tokens(tokenizer, trajectories, G):
     """(sampled tokens, tokens through the model) of a batch of rollouts. No token goes through it twice, and the last
     one of a trajectory or self-answer not at all: tests/test_rollout.py counts."""
-    answers = [turn.self_answer for t in trajectories for turn in t.turns if turn.self_answer is not None]
+    answers = [
+        turn.self_answer for t in trajectories for turn in t.turns if turn.self_answer is not None
+    ]
     in_answers = sum(len(encode(tokenizer, answer)) for answer in answers)
     prompts = sum(len(t.prompt_ids) for t in trajectories[::G])
     completions = sum(len(t.completion_ids) - 1 for t in trajectories)
@@ -347,8 +421,12 @@ def bench_scaling(sizes):
     G, base = sizes.num_generations, RolloutSettings(max_searches=sizes.max_searches)
     studies = {
         "rollouts": [(n, n // G, base) for n in sizes.scaling_rollouts],
-        "searches at most": [(n, sizes.questions, replace(base, max_searches=n)) for n in sizes.scaling_searches],
-        "passages a search": [(n, sizes.questions, replace(base, topk=n)) for n in sizes.scaling_topk],
+        "searches at most": [
+            (n, sizes.questions, replace(base, max_searches=n)) for n in sizes.scaling_searches
+        ],
+        "passages a search": [
+            (n, sizes.questions, replace(base, topk=n)) for n in sizes.scaling_topk
+        ],
     }
     for name, points in studies.items():
         first = None
@@ -367,11 +445,17 @@ def bench_bm25(sizes):
     """Texts of 60 to 140 words, drawn as often as they stand in the tiny world. It has 370 different words: many stand
     in a quarter of the passages and more, the hard case for postings."""
     retriever, questions = world()
-    words = [word for passage in retriever.passages for word in tokenise(f"{passage['title']} {passage['text']}")]
+    words = [
+        word
+        for passage in retriever.passages
+        for word in tokenise(f"{passage['title']} {passage['text']}")
+    ]
     queries = [question["question"] for question in questions[: sizes.queries]]
     for n in sizes.passages:
         rng = random.Random(0)
-        bm25_at([" ".join(rng.choices(words, k=rng.randint(60, 140))) for _ in range(n)], queries, sizes)
+        bm25_at(
+            [" ".join(rng.choices(words, k=rng.randint(60, 140))) for _ in range(n)], queries, sizes
+        )
 
 
 def bm25_at(texts, queries, sizes):
@@ -388,7 +472,9 @@ def bm25_at(texts, queries, sizes):
     row(f"{label}: ours", 1000 * ours, "ms a query", note=f"built once in {build:.2g} s")
 
     build, okapi = timed(lambda: BM25Okapi(list(map(tokenise, texts))), 1)
-    theirs = timed(lambda: [okapi.get_scores(tokenise(query)) for query in few], sizes.runs)[0] / len(few)
+    theirs = timed(lambda: [okapi.get_scores(tokenise(query)) for query in few], sizes.runs)[
+        0
+    ] / len(few)
     row(f"{label}: rank-bm25", 1000 * theirs, "ms a query", theirs / ours,
         f"built once in {build:.2g} s; same top 3: {same_top(bm25, okapi, few)} of {len(few)} queries")  # fmt: skip
 
@@ -397,16 +483,30 @@ def bm25_at(texts, queries, sizes):
 
         index = BM25S(method="lucene", k1=1.5, b=0.75)
         build, _ = timed(lambda: index.index(list(map(tokenise, texts)), show_progress=False), 1)
-        seconds, _ = timed(lambda: index.retrieve(list(map(tokenise, queries)), k=3, show_progress=False), sizes.runs)
+        seconds, _ = timed(
+            lambda: index.retrieve(list(map(tokenise, queries)), k=3, show_progress=False),
+            sizes.runs,
+        )
         theirs = seconds / len(queries)
-        row(f"{label}: bm25s", 1000 * theirs, "ms a query", theirs / ours, f"built once in {build:.2g} s")
+        row(
+            f"{label}: bm25s",
+            1000 * theirs,
+            "ms a query",
+            theirs / ours,
+            f"built once in {build:.2g} s",
+        )
 
 
 def same_top(bm25, okapi, queries):
     """For how many queries rank-bm25's best three passages are ours, with the idf of retriever.py's point 1."""
     df, N = np.diff(bm25.starts), len(bm25.passages)
-    okapi.idf = {word: math.log(1 + (N - df[w] + 0.5) / (df[w] + 0.5)) for word, w in bm25.words.items()}
-    tops = [np.argsort(-okapi.get_scores(tokenise(query)), kind="stable")[:3].tolist() for query in queries]
+    okapi.idf = {
+        word: math.log(1 + (N - df[w] + 0.5) / (df[w] + 0.5)) for word, w in bm25.words.items()
+    }
+    tops = [
+        np.argsort(-okapi.get_scores(tokenise(query)), kind="stable")[:3].tolist()
+        for query in queries
+    ]
     ours = [[int(hit["id"]) for hit in hits] for hits in bm25.search(queries, k=3)]
     return sum(top == hits for top, hits in zip(tops, ours))
 
@@ -426,7 +526,11 @@ def header():
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             versions.append(f"no {package}")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else torch.backends.cpu.get_cpu_capability()
+    )
     print(", ".join(versions))
     print(f"{platform.machine()} {device}, {cores} physical cores, {torch.get_num_threads()} threads; load average "
           f"{psutil.getloadavg()[0]:.2f} (what else runs on the machine spoils the numbers)\n")  # fmt: skip
@@ -434,9 +538,15 @@ def header():
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
-    parser.add_argument("--runs", type=int, help=f"runs of which the median is shown (default: {Sizes.runs})")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one run: only to see that it works")
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run"
+    )
+    parser.add_argument(
+        "--runs", type=int, help=f"runs of which the median is shown (default: {Sizes.runs})"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, one run: only to see that it works"
+    )
     options = parser.parse_args(arguments)
     sizes = QUICK if options.quick else Sizes()
     sizes = replace(sizes, runs=options.runs or sizes.runs)
@@ -445,7 +555,9 @@ def main(arguments=None):
     print("| what | measured | ratio | |\n|---|---|---|---|")
     for name in options.only:
         SECTIONS[name](sizes)
-    print(f"\n{time.perf_counter() - start:.0f} s in all; load average now {psutil.getloadavg()[0]:.2f}")
+    print(
+        f"\n{time.perf_counter() - start:.0f} s in all; load average now {psutil.getloadavg()[0]:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -28,10 +28,16 @@ def test_the_operations_of_an_update_are_those_that_pytorch_counts(world):
     model, tokenizer, optimizer = bench.load_trainable()
     retriever, questions = world
     with inference_weights(model):
-        trajectories = rollout(model, tokenizer, questions[:2], retriever, RolloutSettings(), self_answers=False)
+        trajectories = rollout(
+            model, tokenizer, questions[:2], retriever, RolloutSettings(), self_answers=False
+        )
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        update(model, optimizer, trajectories, torch.ones(2), 0.0, TrainSettings(micro_batch_size=1))
+        update(
+            model, optimizer, trajectories, torch.ones(2), 0.0, TrainSettings(micro_batch_size=1)
+        )
     products = counter.get_flop_counts()["Global"]
-    unmasked = products[torch.ops.aten.bmm] / 2  # it counts the half of attention that the causal mask hides
+    unmasked = (
+        products[torch.ops.aten.bmm] / 2
+    )  # it counts the half of attention that the causal mask hides
     expected = counter.get_total_flops() - unmasked
     assert bench.update_flops(model, trajectories) == pytest.approx(expected, rel=0.03)

@@ -1,4 +1,4 @@
-"""The download of public question sets, against a server on this machine that has every fault we could think of."""
+"""The download of public question sets, against a server here that has every fault we know."""
 
 import hashlib
 import json
@@ -11,19 +11,25 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from conftest import ROOT
 
-from retriever import DataError, load_questions
+from plumbing.data import load_questions
+from plumbing.files import DataError
 
 sys.path.insert(0, str(ROOT / "data"))
 import convert  # noqa: E402
 import download  # noqa: E402
 
-ITEM = {"question": "Is it?", "answer": "yes", "supporting_facts": [["T", 0]], "context": [["T", ["It is."]]]}
+ITEM = {
+    "question": "Is it?",
+    "answer": "yes",
+    "supporting_facts": [["T", 0]],
+    "context": [["T", ["It is."]]],
+}
 DATA = json.dumps([{"_id": str(i)} | ITEM for i in range(3000)]).encode()
 SHA256 = hashlib.sha256(DATA).hexdigest()
 
 
 class Server(ThreadingHTTPServer):
-    """Serves DATA. `cuts`: so many bytes are sent in the first, second, ... answer before it breaks off."""
+    """Serves DATA. `cuts`: bytes sent in the first, second, ... answer before it breaks off."""
 
     cuts, ranges, status, kind, length, body = (), True, 200, "application/json", True, DATA
 
@@ -37,19 +43,20 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         server, asked = self.server, self.headers.get("Range")
         server.asked.append(asked)
-        start = int(asked[6:-1]) if asked and server.ranges else 0
+        start, size = int(asked[6:-1]) if asked and server.ranges else 0, len(server.body)
         status = server.status if server.status != 200 else 206 if start else 200
-        if start >= len(server.body):
+        if start >= size:
             status = 416
         self.send_response(status)
         self.send_header("Content-Type", server.kind)
         if status == 206:
-            self.send_header("Content-Range", f"bytes {start}-{len(server.body) - 1}/{len(server.body)}")
+            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
         if status == 416:
-            self.send_header("Content-Range", f"bytes */{len(server.body)}")
+            self.send_header("Content-Range", f"bytes */{size}")
         body = server.body[start:] if status in (200, 206) else b"sorry"
         if server.length:
-            self.send_header("Content-Length", len(body) if server.length is True else server.length)
+            length = len(body) if server.length is True else server.length
+            self.send_header("Content-Length", length)
         self.end_headers()
         self.wfile.write(body[: server.cuts.pop(0)] if server.cuts else body)
 
@@ -67,7 +74,7 @@ def server():
 
 @pytest.fixture
 def get(server, tmp_path):
-    """get(sha256) downloads the server's file; get.path is where it goes, get.part what has come so far."""
+    """get(sha256) downloads the server's file to get.path; get.part is what has come so far."""
 
     def get(sha256=SHA256):
         download.download(server.url, get.path, sha256, convert.read_array)
@@ -87,7 +94,8 @@ def names(tmp_path):
 
 def test_download(server, get, tmp_path, capsys):
     get()
-    assert get.path.read_bytes() == DATA and names(tmp_path) == ["f.json"] and server.asked == [None]
+    assert get.path.read_bytes() == DATA
+    assert names(tmp_path) == ["f.json"] and server.asked == [None]
     captured = capsys.readouterr()
     assert f"SHA-256 {SHA256} as expected" in captured.out and "100%" in captured.err
     get()  # it is not fetched twice
@@ -96,7 +104,8 @@ def test_download(server, get, tmp_path, capsys):
 
 def test_download_without_a_known_hash_is_read_through(server, get, capsys):
     get(None)
-    assert f"SHA-256 {SHA256} with 3000 items" in capsys.readouterr().out and get.path.read_bytes() == DATA
+    assert f"SHA-256 {SHA256} with 3000 items" in capsys.readouterr().out
+    assert get.path.read_bytes() == DATA
 
 
 def test_download_that_breaks_off_goes_on_where_it_was(server, get, tmp_path):
@@ -138,7 +147,8 @@ def test_server_that_names_no_length(server, get):
 
 def test_server_that_always_breaks_off_is_given_up_and_the_part_kept(server, get, tmp_path):
     server.ranges, server.cuts = False, [100_000, 100_000, 100_000]
-    with pytest.raises(DataError, match=r"cannot be fetched: .*broke off after 100,000 of .*the same command goes on"):
+    problem = "cannot be fetched: .*broke off after 100,000 of .*the same command goes on"
+    with pytest.raises(DataError, match=problem):
         get()
     assert names(tmp_path) == ["f.json.part"] and len(server.asked) == 2
 
@@ -153,7 +163,8 @@ def test_length_that_is_too_long(server, get, tmp_path):
 @pytest.mark.parametrize("sha256", [SHA256, None])
 def test_file_cut_short_is_thrown_away(server, get, tmp_path, sha256):
     server.length = len(DATA) - 10
-    with pytest.raises(DataError, match="not the expected file, thrown away: .*(SHA-256|not valid JSON)"):
+    problem = "not the expected file, thrown away: .*(SHA-256|not valid JSON)"
+    with pytest.raises(DataError, match=problem):
         get(sha256)
     assert names(tmp_path) == []
 
@@ -167,13 +178,19 @@ def test_part_of_another_file_is_thrown_away(server, get, tmp_path):
     assert get.path.read_bytes() == DATA
 
 
-REFUSALS = {(404, "text/html"): "status 404", (503, "text/plain"): "status 503", (204, "text/plain"): "status 204",
-            (200, "text/html; charset=utf-8"): "a web page"}  # fmt: skip
+REFUSALS = [
+    (404, "text/html", "status 404"),
+    (503, "text/plain", "status 503"),
+    (204, "text/plain", "status 204"),
+    (200, "text/html; charset=utf-8", "a web page"),
+]
 
 
-@pytest.mark.parametrize(("answer", "message"), REFUSALS.items(), ids=str)
-def test_answer_that_is_not_the_file_leaves_the_part_alone(server, get, tmp_path, answer, message):
-    server.status, server.kind = answer
+@pytest.mark.parametrize(("status", "kind", "message"), REFUSALS)
+def test_answer_that_is_not_the_file_leaves_the_part_alone(
+    server, get, tmp_path, status, kind, message
+):
+    server.status, server.kind = status, kind
     had(get, DATA[:1000])
     server.ranges = server.status != 200
     with pytest.raises(DataError, match=message) as caught:
@@ -187,8 +204,8 @@ def test_no_network_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(convert.PUBLIC, "hotpotqa", public)
     assert convert.main(["hotpotqa", "--download", "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("convert.py: http://nowhere.invalid/f.json: cannot be fetched: ") and err.count("\n") == 1
-    assert names(tmp_path) == []
+    assert err.startswith("convert.py: http://nowhere.invalid/f.json: cannot be fetched: ")
+    assert err.count("\n") == 1 and names(tmp_path) == []
 
 
 def test_server_that_is_none_cannot_write_to_the_terminal(tmp_path, capsys, monkeypatch):
@@ -204,7 +221,8 @@ def test_server_that_is_none_cannot_write_to_the_terminal(tmp_path, capsys, monk
 
         threading.Thread(target=answer, daemon=True).start()
         assert convert.main(["hotpotqa", "--download", "dev", "--out", str(tmp_path)]) == 2
-    assert (err := capsys.readouterr().err).endswith("\n") and err[:-1].isprintable() and "SSH-2.0" in err
+    err = capsys.readouterr().err
+    assert err.endswith("\n") and err[:-1].isprintable() and "SSH-2.0" in err
 
 
 def test_server_that_hangs(server, get, monkeypatch):
@@ -216,10 +234,11 @@ def test_server_that_hangs(server, get, monkeypatch):
 
 
 def test_download_and_convert(server, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(convert.PUBLIC, "hotpotqa", {"train": (server.url, SHA256), "a/b": (server.url, None)})
+    public = {"train": (server.url, SHA256), "a/b": (server.url, None)}
+    monkeypatch.setitem(convert.PUBLIC, "hotpotqa", public)
     assert convert.main(["hotpotqa", "--download", "--out", str(tmp_path), "--limit", "20"]) == 0
-    assert names(tmp_path) == ["a_b.json", "a_b.jsonl", "a_b_corpus.jsonl", "train.json", "train.jsonl",
-                               "train_corpus.jsonl"]  # fmt: skip
+    made = [f"{name}{end}" for name in ("a_b", "train") for end in (".json", ".jsonl")]
+    assert names(tmp_path) == sorted([*made, "a_b_corpus.jsonl", "train_corpus.jsonl"])
     assert len(load_questions(tmp_path / "train.jsonl")) == 20
 
 

@@ -1,6 +1,7 @@
 """eval.py on trajectories made by hand, with every number known beforehand."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -311,14 +312,14 @@ def test_a_run_keeps_what_was_measured_on_its_own_questions(
     assert (run / runs.HELD_OUT).read_bytes() != saved
     played.clear()
     (tmp_path / "broken.json").write_text("[1]")
-    for late in (
-        ["--out", "broken.json"],
-        ["--out", "."],
-        ["--force_depth", "1", "--figure", "x.jpg"],
-        ["--show", "1", "--where", "depht == 1"],
-        ["--by", "nonsense"],
-        ["--topk", "0"],
-    ):
-        with pytest.raises(files.UNUSABLE):
-            evaluation.main(["--run", str(run), *late])
+    for late, message in {
+        "--out broken.json": "broken.json: expected a JSON object, got list",
+        "--out .": "--out .: is a folder",
+        "--force_depth 1 --figure x.jpg": "--figure x.jpg: ",
+        "--show 1 --where depht==1": "--where 'depht==1': ",
+        "--by nonsense": "--by nonsense: ",
+        "--topk 0": "--topk 0: must be 1 or more",
+    }.items():
+        with pytest.raises(files.DataError, match=f"^{re.escape(message)}"):
+            evaluation.main(["--run", str(run), *late.split()])
     assert not played, "refused before the rollouts"

@@ -6,6 +6,7 @@ import os
 import re
 
 import pytest
+from processes import in_child, limit_files, needs_fork, outcome
 
 from plumbing import files
 from plumbing.files import DataError, SearchError
@@ -167,9 +168,28 @@ def test_text_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "new" and names(tmp_path) == ["f"]
 
 
-def test_a_line_of_json_keeps_its_letters():
-    line = files.json_line({"a": "é\n"})
-    assert line == '{"a": "é\\n"}\n' and json.loads(line) == {"a": "é\n"}
+def test_a_line_of_json_keeps_its_letters(tmp_path):
+    path, record = tmp_path / "f.jsonl", {"a": "é\n"}
+    line = '{"a": "é\\n"}\n'
+    files.append_line(path, record)
+    assert path.read_text(encoding="utf-8") == line and json.loads(line) == record
+    files.write_jsonl(path, [record, {}])
+    assert path.read_text(encoding="utf-8") == line + "{}\n" and names(tmp_path) == ["f.jsonl"]
+
+
+@needs_fork
+def test_a_file_without_space_leaves_the_old_one(tmp_path):
+    files.write_text(tmp_path / "f", "old")
+
+    def write():
+        limit_files(5)
+        try:
+            files.write_text(tmp_path / "f", "much longer")
+        except OSError:
+            return 7
+
+    assert outcome(in_child(write)) == 7
+    assert (tmp_path / "f").read_text() == "old" and names(tmp_path) == ["f"]
 
 
 def test_new_folder_appears_when_it_is_complete_and_the_last_one_is_kept(tmp_path):

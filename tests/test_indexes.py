@@ -74,7 +74,8 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_parts_that_do_not_fit(tmp_path, change):
     bm25 = BM25(passages("a", "a"))
-    bm25.use(bm25.index._replace(**{name: np.array(value) for name, value in change.items()}))
+    arrays = {name: np.array(value) for name, value in change.items()}
+    bm25.index = bm25.index._replace(**arrays)
     bm25.save(tmp_path / "i.npz")
     with pytest.raises(DataError, match="damaged"):
         BM25.load(tmp_path / "i.npz")

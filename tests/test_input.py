@@ -18,7 +18,7 @@ from itertools import islice
 
 import pytest
 import torch
-from conftest import ROOT, TINY_MODEL, play
+from conftest import ROOT, TINY_MODEL, adamw, play, trainable
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -67,13 +67,12 @@ def save_strange_adapter(folder, **change):
 
 def save_run(folder):
     """A run that was stopped after its first step."""
-    policy = models.load_trainable(TrainSettings())
-    parameters = models.trainable(policy.model)
-    optimizer = torch.optim.AdamW(parameters)
-    for parameter in parameters:
+    model = models.load_trainable(TrainSettings()).model
+    optimizer = adamw(model)
+    for parameter in trainable(model):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    runs.save_checkpoint(policy.model, optimizer, 1, folder / "adapter")
+    runs.save_checkpoint(model, optimizer, 1, folder / "adapter")
     files.write_json(folder / "config.json", asdict(TrainSettings(load_in_4bit=False)))
 
 
@@ -183,7 +182,7 @@ EVAL = {
     "--run @nowhere": "nowhere/config.json",
     "--temperature -1": "--temperature -1.0: must be 0 or more",
     "--samples many": "argument --samples: invalid int value: 'many'",
-    "--force_depth two": "argument --force_depth: invalid int value: 'two'",
+    "--force_depth two": "argument --force_depth/--force-depth: invalid int value: 'two'",
 }
 TABLE = [("train.py", *case) for case in (DATA | TRAIN).items()]
 TABLE += [("eval.py", *case) for case in (DATA | EVAL).items()]
@@ -192,7 +191,9 @@ USUAL["eval.py"] += ["--questions", "data/tinyworld/dev.jsonl"]
 USUAL["eval.py"] += ["--corpus", "data/tinyworld/dev_corpus.jsonl"]
 
 
-@pytest.mark.parametrize(("name", "options", "message"), TABLE, ids=[" ".join(c[:2]) for c in TABLE])
+@pytest.mark.parametrize(
+    ("name", "options", "message"), TABLE, ids=[" ".join(c[:2]) for c in TABLE]
+)
 def test_bad_input_is_one_line_before_any_weights(
     command, tmp_path, monkeypatch, name, options, message
 ):

@@ -74,6 +74,7 @@ def test_runs_side_by_side(tmp_path, run_eval):
     evaluation.save_trajectories(tmp_path / "short" / runs.HELD_OUT, [])
     code, _, error = run_eval([*args, "--show", "1"])
     assert code == 2 and is_one_line(error) and runs.HELD_OUT in error
+    assert run_eval(args)[0] == 0, "the table and the figure need no trajectories"
 
 
 def test_curves_are_drawn_beside_the_runs(tmp_path, run_eval):
@@ -180,6 +181,7 @@ def test_a_blank_question_is_none(run_eval):
         ),
         ("--run r --samples 2", "--samples 2: needs a --temperature above 0"),
         ("--run r --figure x.jpg", "--figure x.jpg: the name of a figure ends in .png or .svg"),
+        ("--curves r --figure x.jpeg", "--figure x.jpeg: the name of a figure ends in .png"),
         ("--run r --out no/x.json", "--out no/x.json: no is no writable folder"),
         ("--run r --html .", "--html .: is a folder"),
         ("--compare a --curves b", "--compare --curves: one way of looking at a time"),

@@ -51,14 +51,15 @@ def test_everything_in_a_page_is_escaped(tmp_path):
     evil, path = "</title></table><script>alert(1)</script>\"'", tmp_path / "page.html"
     rows = [["", evil], evil, [evil, evil]]
     figure = {"heading": evil, "figure": evil}
-    table = {"heading": evil, "rows": rows, "line": evil}
+    table = {"heading": evil, "rows": rows, "depth": rows, "line": evil}
     article = {"question": evil, "head": evil, "blocks": [[(evil, evil, "think")]]}
     articles = {"articles": [[article]]}
     page.write(path, evil, [table, figure, {"settings": {evil: evil}}, articles])
     reader = PageReader(path)
     assert reader.open == [] and "script" not in reader.tags
-    # title, h1; the table's heading, cells and line; the figure's heading; settings; the article
-    assert reader.text.count(evil) == 2 + 6 + 1 + 2 + 4
+    # title, h1; the heading and cells of a report, then those of depth against need, the line;
+    # the figure's heading; settings; the article
+    assert reader.text.count(evil) == 2 + 5 + 4 + 1 + 1 + 2 + 4
     assert reader.sources == ["data:image/svg+xml;base64," + evil]
 
 

@@ -100,10 +100,7 @@ NAMES = {"hops": 2, "em": 0.0, "t_c": -1, "verdict": "under", "hard": None, "tit
         ("title == 'a and b' and hops == 2", True),
         ("title == 'hops == 2 and em == 0'", False),
         ('title != "it\'s" and hops == 2', True),
-        ("hops == 002 and em >= -1.5", True),
-        ("hops < " + "1" * 5000, True),
-        ("verdict != '\\' and verdict != '\\N{nothing}'", True),
-        ("verdict == 'a\nb'", False),
+        ("hops == 2.0 and em >= -1.5", True),
     ],
 )
 def test_where(condition, expected):
@@ -136,6 +133,11 @@ def test_where(condition, expected):
         "verdict == 'it's'",
         "verdict == under",
         "hops == 1e3",
+        "hops == 002",
+        "hops < " + "1" * 5000,
+        "verdict == '\\N{nothing}'",
+        "verdict == 'a\nb'",
+        "verdict == '\udc80'",
     ],
 )
 def test_where_refuses_anything_else(condition):
