@@ -11,6 +11,7 @@ are the same in both worlds: the tiny model was taught them.
 """
 
 import argparse
+import json
 import random
 import sys
 from dataclasses import dataclass, field
@@ -396,6 +397,11 @@ def famous_questions(split):
     return texts
 
 
+def write_jsonl(path, rows):
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_bytes("".join(lines).encode())  # the same bytes on every system
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Make the tiny world.")
     parser.add_argument(
@@ -416,8 +422,8 @@ def main(arguments=None):
         corpus = [
             {"id": p["id"], "contents": f'"{p["title"]}"\n{p["text"]}'} for p in world.passages
         ]
-        files.write_jsonl(args.out / f"{split}_corpus.jsonl", corpus)
-        files.write_jsonl(args.out / f"{split}.jsonl", questions)
+        write_jsonl(args.out / f"{split}_corpus.jsonl", corpus)
+        write_jsonl(args.out / f"{split}.jsonl", questions)
         print(f"{split}: {len(corpus)} passages, {len(questions)} questions")
 
 

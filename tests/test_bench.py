@@ -8,8 +8,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from rollout import RolloutSettings, rollout
-from train import TrainSettings, inference_weights, update
+from plumbing import models
+from rollout import RolloutSettings, Sampling, rollout
+from train import TrainSettings, update
+
+LINES = {"4 rollouts: ours", "BM25, 100 passages: rank-bm25", "step of 6 rollouts"}
+LINES |= {"- self_answer", "- update", "update's share of the matrix product's rate"}
+LINES |= {"step, 3 passages a search"}
 
 
 def test_the_table_can_be_made(capsys):
@@ -17,27 +22,21 @@ def test_the_table_can_be_made(capsys):
     out = capsys.readouterr().out
     numbers = dict(re.findall(r"^\| (.+?) \| ([\d.,]+) ", out, flags=re.MULTILINE))
     assert all(float(number.replace(",", "")) > 0 for number in numbers.values())
-    assert {"4 rollouts: ours", "BM25, 100 passages: rank-bm25", "step of 6 rollouts", "- self_answer", "- update",
-            "update's share of the matrix product's rate", "step, 3 passages a search"} < set(numbers)  # fmt: skip
+    assert LINES < set(numbers)
     assert "same top 3: 3 of 3" in out and out.count("same ids") == 3
     for package, name in (("trl", "TRL"), ("bm25s", "bm25s")):
         assert f": {name} |" in out or f"pip install {package} |" in out
 
 
 def test_the_operations_of_an_update_are_those_that_pytorch_counts(world):
-    model, tokenizer, optimizer = bench.load_trainable()
-    retriever, questions = world
-    with inference_weights(model):
-        trajectories = rollout(
-            model, tokenizer, questions[:2], retriever, RolloutSettings(), self_answers=False
-        )
+    policy, optimizer = bench.load_trainable()
+    settings, sampling = RolloutSettings(), Sampling(self_answers=False)
+    with models.inference_weights(policy.model):
+        played = rollout(policy, world.questions[:2], world.retriever, settings, sampling)
+    settings = TrainSettings(micro_batch_size=1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        update(
-            model, optimizer, trajectories, torch.ones(2), 0.0, TrainSettings(micro_batch_size=1)
-        )
+        update(policy.model, optimizer, played, torch.ones(2), 0.0, settings)
     products = counter.get_flop_counts()["Global"]
-    unmasked = (
-        products[torch.ops.aten.bmm] / 2
-    )  # it counts the half of attention that the causal mask hides
+    unmasked = products[torch.ops.aten.bmm] / 2  # it counts what the causal mask hides
     expected = counter.get_total_flops() - unmasked
-    assert bench.update_flops(model, trajectories) == pytest.approx(expected, rel=0.03)
+    assert bench.update_flops(policy.model, played) == pytest.approx(expected, rel=0.03)
