@@ -140,10 +140,7 @@ class Trajectory:
         extract = reward.released_self_answer if weights.released else reward.extract_self_answer
         steps, golds = self.steps or [""], self.question["golden_answers"]
         self_answers = [extract(turn.self_answer) for turn in self.turns[:-1]]
-        evidence = {"self_answer_0": extract(self.self_answer_0)}
-        evidence["passages"] = [turn.passages for turn in self.turns]
-        evidence["supporting_titles"] = self.question["metadata"].get("supporting_titles")
-        return reward.score(steps, golds, self_answers, weights, **evidence)
+        return reward.score(steps, golds, self_answers, weights, extract(self.self_answer_0))
 
     def to_dict(self):
         """JSON-ready, without token ids."""
@@ -258,15 +255,13 @@ def force_answer(batch, settings, sampler):
 
 def ask_self_answers(batch, live, settings, sampler, clock):
     """What would the policy answer now? Noted in the last turn, if it searched, or at t = 0."""
+    tokenizer = batch.policy.tokenizer
     how = settings.max_self_answer_tokens, SELF_ANSWER_ENDS, sampler
     with clock("self_answer"):
         if settings.self_answer == "branch":
-            probe = encode(batch.policy.tokenizer, PROBE)
-            written = batch.branch([probe] * len(live), *how)
+            written = batch.branch([encode(tokenizer, PROBE)] * len(live), *how)
         else:
-            separate = [
-                separate_prompt(batch.policy.tokenizer, t, settings.prompt_style) for t in live
-            ]
+            separate = [separate_prompt(tokenizer, t, settings.prompt_style) for t in live]
             asked, logits = generation.CachedBatch.start(batch.policy, separate, 1)
             written = asked.write(logits, *how)
     for trajectory, ids in zip(live, written):

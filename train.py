@@ -22,6 +22,7 @@ Where this departs from the paper (arXiv 2604.17337):
 import math
 import signal
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
@@ -257,7 +258,9 @@ def step_metrics(trajectories, scores, rewards, settings):
 def load_tasks(settings, checkpoint):
     """The Tasks to train on and to evaluate on, the latter without questions if there are none.
     Refuses with a DataError what cannot be used, before any weights are loaded."""
-    weights, path = reward_weights(settings), files.locate(settings.model)
+    path, tracker = files.locate(settings.model), settings.report_to
+    is_there = tracker == "none" or find_spec(tracker)
+    files.check(is_there, f"--report_to {tracker}", f"the package {tracker} is not installed")
     questions, held_out = data.load_questions(settings.questions), []
     if settings.eval_questions:
         held_out = data.load_questions(settings.eval_questions, settings.eval_limit)
@@ -265,8 +268,6 @@ def load_tasks(settings, checkpoint):
     models.check_model(path, settings.max_context, checkpoint)
     for name, rows in ((settings.questions, questions), (settings.eval_questions, held_out)):
         prompts.check_questions(name, rows, tokenizer, settings, system_prompt_of(settings))
-        if weights.information_gain or weights.redundancy:
-            data.check_supporting_titles(name, rows)
     retriever = eval_retriever = open_retriever(settings.corpus, settings.retriever_url)
     if not settings.retriever_url:
         problem = "one passage only: there is nothing to learn from searching in it"

@@ -101,13 +101,6 @@ def load_questions(path, limit=None):
     return questions[:limit]
 
 
-def check_supporting_titles(path, questions):
-    """Raise DataError for a question without the metadata that --reward stepsearch needs."""
-    for question in questions:
-        where = f"{path}: question {question['id']} has no metadata.supporting_titles"
-        check("supporting_titles" in question["metadata"], where, "--reward stepsearch needs them")
-
-
 def check_queries(queries, k):
     """Raise TypeError where `queries` is no list of strings (one would be searched by letters)."""
     if not isinstance(queries, (list, tuple)) or not are_strings(list(queries)):

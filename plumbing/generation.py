@@ -30,12 +30,9 @@ class Sampler:
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = (logits / self.temperature).softmax(-1)
-        try:
-            return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
-        except RuntimeError as error:
-            where, problem = "nothing can be sampled", "the model's logits are not finite"
-            check("nan" not in str(error), where, problem)
-            raise
+        is_finite = bool(probabilities.isfinite().all())
+        check(is_finite, "nothing can be sampled", "the model's logits are not finite")
+        return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
 
 
 class CachedBatch:

@@ -3,7 +3,6 @@
 import math
 import sys
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -95,12 +94,6 @@ class RunSettings:
     gradient_checkpointing: bool = setting(False, "recompute activations, to save memory")
 
 
-def check_tracker(name):
-    """Raise DataError for a tracker whose package is not installed."""
-    is_there = name == "none" or find_spec(name)
-    check(is_there, f"--report_to {name}", f"the package {name} is not installed")
-
-
 def parse_training(kind, arguments, description):
     """(settings, of dataclass `kind`; the run to go on with, or None) of train.py's command line.
     Raises DataError for options that do not go together."""
@@ -112,21 +105,17 @@ def parse_training(kind, arguments, description):
         check(not given, where, f"leave out {', '.join(given)}")
         resumed = read_config(kind, settings.resume)
         resumed.merge = settings.merge
-        check_tracker(resumed.report_to)
         return resumed, Path(settings.resume)
-    where, how = "--merge writes the model of a run", "say which by --resume runs/NAME"
-    check(not settings.merge, where, how)
+    check(not settings.merge, "--merge", "needs --resume runs/NAME, the run whose model to write")
     if settings.preset:
         paths = {path.stem: path for path in sorted((ROOT / "data" / "presets").glob("*.json"))}
         known = settings.preset in paths
         check(known, f"--preset {settings.preset}", f"choose one of {', '.join(paths)}")
         settings = parse(kind, arguments, description, read_json(paths[settings.preset]))
     settings.load_in_4bit = models.check_4bit(settings.load_in_4bit)
-    check_tracker(settings.report_to)
     if settings.name:
         where, run = f"--name {settings.name}", Path("runs") / settings.name
         is_plain = run.parent == Path("runs") and run.name != ".."
         check(is_plain, where, "must name a folder in runs/, without a path")
-        how = f"go on with it by --resume {run}, or choose another name"
-        check(not run.exists(), where, f"{run} exists; {how}")
+        check(not run.exists(), where, f"{run} exists; go on with it by --resume {run}")
     return settings, None

@@ -64,16 +64,6 @@ def test_a_saved_config_is_checked_like_a_command_line(tmp_path):
             options.read_config(TrainSettings, tmp_path)
 
 
-def test_a_missing_tracker_is_one_line_for_a_new_run_and_a_resumed_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(options, "find_spec", lambda name: None)
-    config = asdict(TrainSettings(report_to="tensorboard"))
-    files.write_json(tmp_path / "config.json", config)
-    message = "--report_to tensorboard: the package tensorboard is not installed"
-    for arguments in (["--report_to", "tensorboard"], ["--resume", str(tmp_path)]):
-        with pytest.raises(DataError, match=message):
-            parse(*arguments)
-
-
 # Presets
 
 PRESETS = sorted(path.stem for path in (WORLD.parent / "presets").glob("*.json"))

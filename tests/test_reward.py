@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import answer, search, trajectory
 
 from reward import (
     HELP,
@@ -206,42 +207,6 @@ def test_by_hand_with_a_self_answer_before_the_first_search(turns, before, asked
     assert off_by_default == score(*inputs, PAPER)
 
 
-def passages(*titles):
-    return [{"title": title, "text": f"About {title}."} for title in titles]
-
-
-def test_stepsearch_by_hand():
-    found = [
-        passages("Nile", "Rome", "Oslo"),  # one of two supporting passages
-        passages("Nile", "The Delta", "Lima"),  # the other; one of these three was seen
-        passages("Nile", "Rome"),  # only seen ones
-        [],
-    ]
-    evidence = {"passages": found, "supporting_titles": ["Nile", "Delta"]}
-    scored = score(build("sssA"), GOLDS, [None] * 3, REWARDS["stepsearch"], **evidence)
-    check(scored, [ok(0, 0.5), ok(-1 / 3, 0.5), ok(-1, 0), RIGHT], t_c=-1)
-
-
-def test_stepsearch_without_a_supporting_passage_to_find():
-    evidence = {"passages": [passages("Nile")], "supporting_titles": []}
-    scored = score(build("sA"), GOLDS, [None], REWARDS["stepsearch"], **evidence)
-    assert scored.total == pytest.approx(0.025 + 0.1 + 1)
-
-
-LACKING = [
-    {},
-    {"passages": [[]]},
-    {"supporting_titles": ["Nile"]},
-    {"passages": [[]] * 3, "supporting_titles": ["Nile"]},
-]
-
-
-@pytest.mark.parametrize("given", LACKING)
-def test_stepsearch_says_what_it_lacks(given):
-    with pytest.raises(ValueError, match="stepsearch needs supporting_titles"):
-        score(build("sA"), GOLDS, [None], REWARDS["stepsearch"], **given)
-
-
 @pytest.mark.parametrize(
     ("turns", "answers"), [("sA", []), ("sA", ["a", "b"]), ("A", ["a"]), ("", [])]
 )
@@ -252,7 +217,7 @@ def test_wrong_lengths_are_refused(turns, answers):
 
 def test_every_named_reward_has_one_line_about_itself():
     ablations = ["no-base", "no-efficiency", "no-quality"]
-    baselines = ["outcome", "outcome-no-format", "search-penalty", "stepsearch"]
+    baselines = ["outcome", "outcome-no-format", "search-penalty"]
     ours = ["autosearch", "autosearch-released", "autosearch-t0"]
     assert list(REWARDS) == ours + ablations + baselines
     lines = [weights.about for weights in REWARDS.values()]
@@ -281,7 +246,7 @@ def test_sufficient_depth_is_the_first_right_self_answer():
 
 def test_quality_pays_what_is_gained_over_the_best_so_far():
     assert quality_rewards(["Nile", "Rome", None], "Nile") == [1, 0, 0, 0]
-    assert quality_rewards(["Nile"], "Nile", best=0.5) == [0.5, 0]
+    assert quality_rewards(["Nile river", "Nile"], "Nile") == pytest.approx([2 / 3, 1 / 3, 0])
     by_length = quality_rewards(["abc", "a"], "Nile", measure=lambda answer, golds: len(answer))
     assert by_length == [3, 0, 0]
 
@@ -487,7 +452,8 @@ def test_2_an_answer_inside_information_is_none():
 
 
 def test_a_gold_answer_that_stands_only_in_a_passage_scores_nothing():
-    scored = score(build("sW"), "Oslo", ["Rome"], passages=[passages("Oslo"), []])
+    passage = {"title": "Ada Lovelace", "text": "Ada Lovelace was a mathematician."}
+    scored = trajectory(search("mathematician", passages=[passage]), answer("Rome")).score()
     assert (scored.em, scored.f1, scored.t_c) == (0, 0, -1)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from conftest import adamw, log_of, trainable
 
 import reward
 import train as tr
-from plumbing import generation, logs, models
+from plumbing import files, generation, logs, models
 from plumbing.files import DataError
 from rollout import RolloutSettings, Sampling, Trajectory, rollout
 from train import TrainSettings, group_advantages, grpo_loss, make_micro_batches, per_token_logps
@@ -316,7 +317,7 @@ def test_two_steps_and_two_more_are_four(run_train, monkeypatch, tmp_path, capsy
     assert len(list(halves.iterdir())) == 1, "nothing is written outside the run folder"
 
 
-KINDS = ["autosearch-released", "autosearch-t0", "stepsearch", "search-penalty"]
+KINDS = ["autosearch-released", "autosearch-t0", "search-penalty"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -329,13 +330,15 @@ def test_every_kind_of_reward_trains(run_train, tmp_path, name):
     assert (saved["self_answer_0"] is not None) == (name == "autosearch-t0")
 
 
-def test_stepsearch_needs_supporting_titles(monkeypatch, tmp_path):
-    path = tmp_path / "q.jsonl"
-    path.write_text('{"id": "q1", "question": "Who?", "golden_answers": ["x"]}\n')
+def test_a_missing_tracker_is_one_line_for_a_new_run_and_a_resumed_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(tr, "find_spec", lambda name: None)
     monkeypatch.setattr(models, "load_base_model", lambda *_: pytest.fail("weights were loaded"))
-    message = "q.jsonl: question q1 has no metadata.supporting_titles"
-    with pytest.raises(DataError, match=message):
-        tr.main(["--reward", "stepsearch", "--questions", str(path)])
+    config = asdict(TrainSettings(report_to="tensorboard"))
+    files.write_json(tmp_path / "config.json", config)
+    message = "--report_to tensorboard: the package tensorboard is not installed"
+    for arguments in (["--report_to", "tensorboard"], ["--resume", str(tmp_path)]):
+        with pytest.raises(DataError, match=message):
+            tr.main(arguments)
 
 
 def test_a_dry_run_makes_one_step_at_its_deepest_and_writes_nothing(tmp_path, monkeypatch, capsys):
