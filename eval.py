@@ -126,9 +126,8 @@ def group_report(trajectories, seed):
 
 
 def report(trajectories, settings=None, by=("hops",), seed=0):
-    """All metrics of a list of Trajectory, overall and per group: the R of `eval.json`.
-    `by` names metadata keys; under "hops" the questions with metadata.hard stand apart as "hard".
-    Raises DataError when there is no trajectory."""
+    """The R of `eval.json`: all metrics, overall and per group of the metadata keys `by` (under
+    "hops", those with metadata.hard stand apart). Raises DataError where there is no trajectory."""
     files.check(trajectories, "no report", "there is no trajectory to report on")
     result = group_report(trajectories, seed) | {"by": {}}
     for key in by:
@@ -143,9 +142,8 @@ def report(trajectories, settings=None, by=("hops",), seed=0):
 
 def depth_against_need(trajectories):
     """Searches made against searches needed (metadata.hops): what "adaptive" means; ours.
-    {"matrix": {needed: {made: count}}, "spearman", "under", "exact", "over" (shares), "needless"
-    (mean searches beyond the need), "n"}, or None where no hops are known. Hard questions need an
-    unknown number: they are a row "hard" of the matrix."""
+    {"matrix": {needed, or "hard" (unknown): {made: count}}, "spearman", shares "under", "exact",
+    "over", "needless" (mean searches beyond the need), "n"}, or None where no hops are known."""
     pairs = [(data.group_of(t.question, "hops"), t.search_depth) for t in trajectories]
     needs = [int(need) for need, _ in pairs if need.isdecimal()]
     depths = [made for need, made in pairs if need.isdecimal()]
@@ -164,9 +162,8 @@ def depth_against_need(trajectories):
 
 
 def evaluate(policy, task, settings, sampling, batch_size=32):
-    """Roll out all questions in order: the trajectories, those of a question side by side.
-    Self-answers are asked for the metrics alone. Greedy results do not depend on `batch_size`;
-    sampled ones do, because the rows of a batch draw from one random stream."""
+    """Roll out all questions in order: the trajectories, those of a question side by side. Sampled
+    ones depend on `batch_size`: the rows of a batch draw from one random stream."""
     trajectories, starts = [], range(0, len(task.questions), batch_size)
     for start in tqdm(starts, "evaluation", leave=False, disable=None):
         questions = task.questions[start : start + batch_size]
@@ -279,8 +276,8 @@ def load(args, config):
 
 def look_at_policy(args, config):
     """Roll a policy out, print and write the report, then show its trajectories."""
-    names = ("model", "adapter", "questions", "corpus", "retriever_url", "limit", "out")
-    is_own = bool(args.run) and not any(getattr(args, name) for name in names)  # its held-out set
+    given = (args.model, args.adapter, args.questions, args.corpus, args.retriever_url, args.out)
+    is_own = bool(args.run) and not any(given) and not args.limit  # all of its held-out set
     out = Path(args.out or (f"{args.run}/eval.json" if is_own else "eval.json"))
     saved = files.read_json(out) if out.exists() else {}
     policy, task, origin, paths = load(args, config)
@@ -302,18 +299,18 @@ def look_at_saved(args, path):
     with files.on_failure(f"{args.run or path}: a damaged file", but=[OSError]):
         pairs = read_trajectories(path)
         result = None
-        if args.trajectories or not args.run:
+        if args.trajectories:
             trajectories, by = [trajectory for trajectory, _ in pairs], args.by or ["hops"]
             result = report(trajectories, {"trajectories": str(path)}, by, args.seed)
         latest = Path(path).name == logs.SAMPLES  # the end of training
         look.show_trajectories(args, pairs, look.saved_sections(args, result), latest)
 
 
-def ask(policy, retriever, settings, question, golds, sampling):
-    """The trajectory of one question; its self-answers and rewards, where `golds` are known."""
-    row = {"id": "asked", "question": question, "golden_answers": golds or [], "metadata": {}}
-    sampling = replace(sampling, self_answers=bool(golds))
-    (trajectory,) = rollout(policy, [row], retriever, settings, sampling)
+def ask(policy, retriever, args):
+    """The trajectory of --ask; with its self-answers and rewards where --gold is given."""
+    row = {"id": "asked", "question": args.ask, "golden_answers": args.gold or [], "metadata": {}}
+    how = Sampling(1, args.temperature, args.seed, self_answers=bool(args.gold))
+    (trajectory,) = rollout(policy, [row], retriever, args, how)
     print(show.render_trajectory(trajectory, trajectory.score()))
 
 
@@ -329,8 +326,7 @@ def main(arguments=None):
     args = options.parse(EvalSettings, arguments, __doc__.splitlines()[0], own)
     if args.ask:
         policy, task, _, _ = load(args, config)
-        sampling = Sampling(temperature=args.temperature, seed=args.seed)
-        return ask(policy, task.retriever, args, args.ask, args.gold, sampling)
+        return ask(policy, task.retriever, args)
     fresh = (args.model, args.adapter, args.questions, args.corpus, args.out, args.force_depth)
     is_fresh = any(fresh) or args.limit or args.temperature
     if args.run and (args.show or args.html) and not saved and not is_fresh:

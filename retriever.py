@@ -130,9 +130,8 @@ def open_retriever(corpus, url=None):
 
 
 def recall(retriever, questions, ks=(3, 5)):
-    """{k: recall@k}: share of a question's supporting titles among those of the first k passages.
-    The query is the plain question; a mean over the questions that name such titles. Raises
-    DataError where none does."""
+    """{k: recall@k}: share of a question's supporting titles among those of the first k passages,
+    the question being the query; a mean over those that name titles. DataError where none does."""
     questions = [q for q in questions if q["metadata"].get("supporting_titles")]
     files.check(questions, "no recall", "no question has supporting_titles in its metadata")
     results = retriever.search([q["question"] for q in questions], max(ks))

@@ -93,8 +93,7 @@ def exact_match(prediction, golden_answers):
 
 def f1(prediction, golden_answers, hotpot_rules=False):
     """Word-level F1: 2 * common / (words of prediction + words of gold), the best over the aliases.
-    hotpot_rules: yes, no and noanswer match in full or not at all (HotpotQA's evaluation script).
-    """
+    hotpot_rules: yes, no and noanswer match in full or not at all (HotpotQA's evaluation)."""
     prediction, best = normalize_answer(prediction or ""), 0.0
     for alias in normalized_golds(golden_answers):
         if hotpot_rules and prediction != alias and {prediction, alias} & {"yes", "no", "noanswer"}:

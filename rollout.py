@@ -166,9 +166,9 @@ def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
     """Play `sampling.num_generations` trajectories per question, all at once.
     policy: `models.Policy` in eval mode. questions: dicts as `data.load_questions` gives them.
     retriever: anything with `search(queries, k)`. settings: RolloutSettings. clock: `logs.Clock`,
-    to which seconds of rollout, self_answer and search are added. Self-answers have a random stream
-    of their own and never change a trajectory. Returns trajectories in question order, groups
-    together. Raises DataError if a prompt leaves no room for a turn."""
+    which gets the seconds of rollout, self_answer and search. Self-answers have their own random
+    stream and never change a trajectory. Returns trajectories in question order, groups together.
+    Raises DataError if a prompt leaves no room for a turn."""
     sampling, clock, start = sampling or Sampling(), clock or logs.Clock(), time.perf_counter()
     if sampling.force_depth is not None:
         settings = replace(settings, max_searches=sampling.force_depth)
@@ -246,11 +246,8 @@ def force_answer(batch, settings, sampler):
     """The last turn of a forced depth: the answer is asked for as self-answers are."""
     probe = encode(batch.policy.tokenizer, PROBE)
     logits = batch.append([probe] * len(batch.pending))
-    answers = batch.write(logits, settings.max_self_answer_tokens, TURN_ENDS, sampler)
-    written = []
-    for ids in answers:
-        written.append(generation.Written(batch.decode(ids), [(probe, False), (ids, True)]))
-    return written
+    turns = batch.write(logits, settings.max_self_answer_tokens, TURN_ENDS, sampler)
+    return [generation.Written(batch.decode(ids), [(probe, False), (ids, True)]) for ids in turns]
 
 
 def ask_self_answers(batch, live, settings, sampler, clock):

@@ -54,8 +54,7 @@ class TrainSettings(RolloutSettings, options.RunSettings):
 
 def train(policy, optimizer, task, held_out, settings, run, first_step):
     """The loop: questions -> rollouts -> rewards -> advantages -> loss -> update.
-    task, held_out: `data.Task`. run: its folder. Raises KeyboardInterrupt when a signal to stop has
-    been obeyed."""
+    task, held_out: `data.Task`. run: its folder. Raises KeyboardInterrupt once told to stop."""
     model, G, weights = policy.model, settings.num_generations, reward_weights(settings)
     log = logs.Logbook(run, settings, first_step)
     with runs.stop_signals() as stop:
@@ -218,7 +217,9 @@ def per_token_logps(model, batch, temperature):
 
 def grpo_loss(per_token_logps, batch, epsilon, beta):
     """Clipped surrogate plus k3 KL, summed over the sampled tokens, with d = ref - logp:
-    -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * (exp(d) - d - 1)
+
+        -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * (exp(d) - d - 1)
+
     per_token_logps: (B, T). batch: completion_mask (B, T), advantages (B,), old_per_token_logps
     and, if beta > 0, ref_per_token_logps (B, T). Returns (loss, {"clip_ratio", "kl"}), sums.
     Masked before `exp`: what stands at a masked position cannot reach the gradient."""

@@ -15,9 +15,8 @@ NO_SETTING |= {"sample_every", "save_every"}
 
 
 def load_arms(run_dirs):
-    """Runs from their eval.json and config.json: {setting: [{"sampled": R, "greedy": R} a seed]}.
-    Runs that differ in the seed alone are one setting; what was measured before training comes
-    first. Raises DataError or OSError where a file is missing or broken."""
+    """{setting: [{"sampled": R, "greedy": R} a seed]} of runs, "before training" first; those that
+    differ in the seed alone are one setting. Raises DataError or OSError for a file."""
     before, after, configs = {}, {}, {}
     for folder in dict.fromkeys(map(Path, run_dirs)):
         configs[folder] = {"reward": folder.name} | read_json(folder / "config.json")
@@ -85,15 +84,13 @@ def compare_rows(arms):
 
 
 def side_by_side(run_dirs, read_trajectories, count, where=None):
-    """The paper's case study: {run: [(Trajectory, Score)]} of questions that all runs answered.
-    Questions on which the runs made different numbers of searches come first. `where` speaks of the
-    first run. Raises DataError."""
-    runs, names = {}, [Path(folder).name for folder in run_dirs]
+    """The paper's case study: {run: [(Trajectory, Score)]} of questions that all runs answered,
+    those with different depths first. `where` speaks of the first run. Raises DataError."""
+    runs = {}
     for folder in map(Path, run_dirs):
         path = folder / HELD_OUT
         check(path.exists(), path, f"not there yet: python eval.py --run {folder} writes it")
-        name = folder.name if names.count(folder.name) == 1 else str(folder)
-        runs[name] = {pair[0].question["id"]: pair for pair in read_trajectories(path)}
+        runs[str(folder)] = {pair[0].question["id"]: pair for pair in read_trajectories(path)}
     same, different = [], []
     for trajectory, _ in show.choose(list(next(iter(runs.values())).values()), where):
         question = trajectory.question["id"]

@@ -51,8 +51,7 @@ def load_corpus(path):
     passages, seen = [], {}
     for where, record in read_jsonl(path):
         is_corpus = "text" in record or "contents" in record
-        is_other = "question" in record and not is_corpus
-        check(not is_other, where, "this is a questions file, not a corpus")
+        check(is_corpus or "question" not in record, where, "a questions file, not a corpus")
         check(is_corpus, where, 'neither "contents" nor "title" and "text"')
         name = new_id(record, where, seen)
         if "text" in record:
@@ -77,9 +76,8 @@ def are_strings(value):
 
 
 def load_questions(path, limit=None):
-    """The first `limit` of the questions of a JSONL file, as they stand in `Task`.
-    `golden_answers` (in the file one string will do) needs one that is not blank; `metadata` is {}
-    where absent. Raises DataError as `load_corpus`."""
+    """The first `limit` questions of a JSONL file, as in `Task`. `golden_answers` (one string will
+    do) needs one that is not blank; `metadata` may be absent. Raises DataError as `load_corpus`."""
     questions, seen = [], {}
     for where, record in read_jsonl(locate(path)):
         is_corpus = "question" not in record and ("contents" in record or "text" in record)

@@ -39,9 +39,8 @@ def figure_of(path, panels, columns, size, title, **shared):
 
 
 def plot_curves(run_dirs, path):
-    """Training curves of runs (finished, going on or killed), a panel per metric.
-    Thin: as logged, bold: running mean. Of a step logged twice, after a resume, the last line
-    counts. Raises DataError, OSError."""
+    """Training curves of runs (finished, going on or killed), a panel per metric. Of a step logged
+    twice, after a resume, the last line counts. Raises DataError, OSError."""
     runs, known = {}, set()
     for folder in map(Path, run_dirs):
         by_step = {row["step"]: row for row in read_log(folder / "metrics.jsonl")}

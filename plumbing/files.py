@@ -122,8 +122,7 @@ def write_json(path, record):
 
 def write_jsonl(path, records):
     """Write a whole JSONL file. Raises OSError."""
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-    write_text(path, "".join(lines))
+    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def append_line(path, record):
@@ -134,9 +133,8 @@ def append_line(path, record):
 
 @contextmanager
 def new_folder(place):
-    """A folder to write into that becomes `place` when it is complete, or goes if it cannot be.
-    What `place` held is kept as `place`.old. A kill at any moment leaves one of the two, complete.
-    """
+    """A folder to write into that becomes `place` once complete, or goes if it cannot be.
+    What `place` held is kept as `place`.old: a kill at any moment leaves one of the two, whole."""
     place, beside, old = Path(place), Path(f"{place}.tmp"), Path(f"{place}.old")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)

@@ -37,9 +37,8 @@ class Sampler:
 
 class CachedBatch:
     """Rows of token ids that grow together in one key-value cache.
-    Rows differ in length: new ids are padded on the left, the padding is masked, and positions
-    count real tokens only. The last token that a row sampled has not yet gone through the model; it
-    waits in `pending` for what follows it."""
+    New ids are padded on the left, the padding is masked, positions count real tokens only. The
+    last token that a row sampled has yet to go through the model: it waits in `pending`."""
 
     def __init__(self, policy, num_rows):
         self.policy, self.device = policy, policy.model.device
@@ -123,7 +122,7 @@ class CachedBatch:
 
     def keep(self, rows):
         """Drop all rows but these (indices), and squeeze out padding between a row's tokens."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        index = torch.tensor(rows, device=self.device)
         self.cache.batch_select_indices(index)
         self.mask, self.lengths = self.mask[index], self.lengths[index]
         self.pending = [self.pending[row] for row in rows]

@@ -31,9 +31,8 @@ class Clock:
 
     def row(self):
         """The time, seconds in all and by phase, for a line of metrics."""
-        phases = {f"seconds/{phase}": seconds for phase, seconds in self.seconds.items()}
-        seconds = time.perf_counter() - self.start
-        return {"wall_time": time.time(), "seconds": seconds, **phases}
+        row = {"wall_time": time.time(), "seconds": time.perf_counter() - self.start}
+        return row | {f"seconds/{phase}": value for phase, value in self.seconds.items()}
 
 
 class Logbook:
@@ -129,8 +128,7 @@ def open_tracker(run, settings):
     if settings.report_to == "wandb":
         import wandb
 
-        how = {"name": run.name, "dir": run, "config": asdict(settings)}
-        tracker = wandb.init(project="autosearch", **how)
+        tracker = wandb.init(project="autosearch", name=run.name, dir=run, config=asdict(settings))
         return lambda row: tracker.log(row, step=row["step"])
     if settings.report_to == "none":
         return lambda row: None

@@ -11,9 +11,8 @@ LOGITS_AT_ONCE = 2**26  # numbers: 256 MiB in float32
 
 
 def in_pieces(score, states, sampled, vocab_size):
-    """`score(states, sampled)`, so many rows at a time that their logits (n, V) stay small.
-    The logits of one piece at a time are in memory, also in the backward pass, which computes them
-    again. Returns the results of all pieces joined: a list of tensors (N,)."""
+    """`score(states, sampled)` in pieces: the logits (n, V) of one at a time are in memory, also in
+    the backward pass, which computes them again. Returns the joined results, tensors (N,)."""
     size = max(1, LOGITS_AT_ONCE // vocab_size)
     if len(states) <= size:
         return score(states, sampled)

@@ -41,10 +41,9 @@ def load_tokenizer(path):
     if os.path.isdir(path):
         has_config = os.path.isfile(os.path.join(path, "config.json"))
         check(has_config, path, "no model folder, config.json is missing")
-    else:
-        with on_failure(f"{path}: neither a model folder nor a model of the hub"):
-            if not try_to_load_from_cache(path, "config.json"):
-                HfApi().model_info(path, timeout=3)  # once; below, each file would be asked for
+    with on_failure(f"{path}: neither a model folder nor a model of the hub"):
+        if not os.path.isdir(path) and not try_to_load_from_cache(path, "config.json"):
+            HfApi().model_info(path, timeout=3)  # once; below, each file would be asked for
     with on_failure(f"{path}: no model with a tokenizer"):
         declared = get_tokenizer_config(path).get("tokenizer_class")
         is_generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -159,8 +158,7 @@ def load_trainable(settings, adapter=None):
 @contextmanager
 def inference_weights(model):
     """Eval mode, the adapter merged into float32 weights: rollouts are a third faster.
-    The base weights are put back bit by bit: subtracting the adapter would leave rounding errors.
-    """
+    Afterwards the weights are put back bit by bit: subtracting would leave rounding errors."""
     was_training, weights = model.training, []
     model.eval()
     if model.dtype == torch.float32 and not getattr(model, "is_loaded_in_4bit", False):

@@ -13,9 +13,8 @@ from plumbing.files import ROOT, DataError, check, read_json
 
 
 def setting(default, text, **more):
-    """A dataclass field with its help text.
-    `low` and `high` are the least and the greatest number allowed, `above` is a bound that it must
-    exceed; anything else goes to `add_argument`."""
+    """A dataclass field with its help text; `low` and `high` are the least and the greatest number
+    allowed, `above` is a bound to exceed, anything else goes to `add_argument`."""
     return field(default=default, metadata={"help": text, **more})
 
 
@@ -50,8 +49,7 @@ def parse(kind, arguments, description, defaults=None):
     parser = Parser(kind, description=description)
     parser.set_defaults(**(defaults or {}))
     settings, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
-    if unknown:
-        raise DataError(f"{unknown[0]}: no such option; --help lists all of them")
+    check(not unknown, " ".join(unknown[:1]), "no such option; --help lists all of them")
     check_ranges(settings)
     return settings
 

@@ -8,11 +8,11 @@ from plumbing import figures, show, tables
 from plumbing.files import read_json, write_text
 
 
-def figure(heading, draw, *arguments):
-    """A figure as a section: `draw(arguments[0], path, arguments[1:])` writes it as SVG."""
+def figure(heading, draw, what, *more):
+    """A figure as a section: `draw(what, path, *more)` writes it as SVG."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figure.svg"
-        draw(arguments[0], path, *arguments[1:])
+        draw(what, path, *more)
         return {"heading": heading, "figure": base64.b64encode(path.read_bytes()).decode()}
 
 
@@ -54,9 +54,8 @@ def article(trajectory, score, name=""):
     blocks = []
     for block in show.describe(trajectory, score):
         blocks.append([(title, show.printable(text), kind) for title, text, kind in block])
-    question = show.printable(trajectory.question["question"])
-    head = f"{name}: {verdict}" if name else verdict
-    return {"question": question, "head": head, "blocks": blocks}
+    head, question = f"{name}: {verdict}" if name else verdict, trajectory.question["question"]
+    return {"question": show.printable(question), "head": head, "blocks": blocks}
 
 
 def cases(runs):

@@ -21,9 +21,8 @@ def read_instructions(path):
 
 def encode_prompt(tokenizer, question, system_prompt, prompt_style="auto"):
     """The prompt's ids: the model's own chat template, rendered once, or plain text.
-    A template that opens the first thought itself, as those of thinking models do, loses that:
-    opening it is the policy's part of every turn. Raises DataError where a template is asked for
-    and missing, or fails."""
+    A template that opens the first thought itself, as those of thinking models do, loses that: the
+    policy opens each of its turns. Raises DataError for a template that is missing or fails."""
     if prompt_style == "plain" or (prompt_style == "auto" and tokenizer.chat_template is None):
         start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
         return start + encode(tokenizer, f"{system_prompt}\n\nQuestion: {question}\n")

@@ -62,10 +62,9 @@ def sha256(path):
 
 
 def save_checkpoint(model, optimizer, step, place):
-    """Write adapter, optimizer and the number of steps done to the folder `place`.
+    """Write adapter, optimizer and the number of steps done to `place`. Raises DataError.
     Nothing else is needed to go on exactly: questions, random numbers and learning rate follow from
-    the seed and the step, held-out scores stand in metrics.jsonl. Raises DataError (a full disk).
-    """
+    the seed and the step, held-out scores stand in metrics.jsonl."""
     with on_failure(f"{place}: not written (is the disk full?)"), new_folder(place) as folder:
         # The default, "auto", would ask the hub about the base model.
         model.save_pretrained(folder, save_embedding_layers=False)

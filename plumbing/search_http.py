@@ -1,6 +1,5 @@
 """Search-R1's protocol, both sides: POST /retrieve with {"queries", "topk", "return_scores"},
-answered by {"result": [[{"document": {"contents"}, "score"}]]}.
-"""
+answered by {"result": [[{"document": {"contents"}, "score"}]]}."""
 
 import json
 import re
@@ -19,10 +18,9 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 
 
 class SearchClient:
-    """`BM25.search` on a search server.
-    url: http(s)://HOST:PORT/retrieve, the path being added if there is none. timeout: seconds
-    without a byte. retries: further tries, after backoff, 2 * backoff, 4 * backoff ... seconds.
-    batch_size: queries in one request. Raises DataError where `url` is none."""
+    """`BM25.search` on the server at `url`: http(s)://HOST:PORT, with a path or /retrieve.
+    timeout: seconds without a byte. retries: further tries, after backoff, 2 * backoff, 4 * backoff
+    ... seconds. batch_size: queries in one request. Raises DataError for a `url` that is none."""
 
     def __init__(self, url, timeout=30.0, retries=3, backoff=0.5, batch_size=128):
         self.timeout, self.retries = timeout, retries
@@ -56,7 +54,7 @@ class SearchClient:
                 if response.status_code == 200:
                     results = json.loads(response.content)["result"]
                     if len(results) == len(queries):
-                        return [[read_hit(item) for item in result[:k]] for result in results]
+                        return [list(map(read_hit, result[:k])) for result in results]
                     problem += f": {len(results)} results for {len(queries)} queries"
                 elif 400 <= response.status_code < 500 and response.status_code not in (408, 429):
                     break  # it would refuse the same request again

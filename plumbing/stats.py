@@ -9,8 +9,7 @@ def mean(values):
 
 
 def bootstrap(questions, values, seed, draws=1000):
-    """95% interval [low, high] of the mean of `values`, samples that belong to `questions`.
-    Questions are drawn anew, the samples of one question together."""
+    """95% interval [low, high] of the mean of `values`; a question's samples are drawn together."""
     numbers = {}
     index = [numbers.setdefault(question, len(numbers)) for question in questions]
     sums, sizes = np.bincount(index, values), np.bincount(index)

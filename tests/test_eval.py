@@ -20,6 +20,7 @@ from builders import (
 
 import eval as evaluation
 import reward
+from eval import EvalSettings
 from plumbing import data, files, models, runs, tables
 from rollout import RolloutSettings, Sampling, Turn
 
@@ -271,14 +272,14 @@ def test_measure_saved_trajectories(tmp_path, capsys):
 def test_ask_prints_what_happens_and_the_scores(tiny, world, capsys):
     asked = next(q for q in world.questions if q["metadata"]["hops"] == 2)
     text, golds = asked["question"], asked["golden_answers"]
-    evaluation.ask(tiny, world.retriever, RolloutSettings(), text, golds, GREEDY)
+    evaluation.ask(tiny, world.retriever, EvalSettings(ask=text, gold=golds))
     printed = capsys.readouterr().out
     order = ["question  ", "1 think  ", "search  ", "self-answer  ", "reward  format +0.025"]
     order += ["2 think  ", " answer  " + golds[0], "verdict  ", "total  reward +"]
     places = [printed.index(part) for part in order]
     assert places == sorted(places)
     assert printed.count(" search  ") == printed.count("self-answer  ") > 0
-    evaluation.ask(tiny, world.retriever, RolloutSettings(), text, None, GREEDY)
+    evaluation.ask(tiny, world.retriever, EvalSettings(ask=text))
     printed = capsys.readouterr().out
     assert "self-answer" not in printed and golds[0] in printed
     assert "gold  not given" in printed and "(EM" not in printed
