@@ -297,8 +297,7 @@ def dry_run(policy, optimizer, task, held_out, settings):
 
 
 def main(arguments=None):
-    description = __doc__.splitlines()[0]
-    settings, resumed = options.parse_training(TrainSettings, arguments, description)
+    settings, resumed = options.parse_training(TrainSettings, arguments, __doc__.splitlines()[0])
     weights = reward_weights(settings)
     if settings.merge:
         return runs.write_merged(settings, resumed)

@@ -86,11 +86,12 @@ def compare_rows(arms):
 def side_by_side(run_dirs, read_trajectories, count, where=None):
     """The paper's case study: {run: [(Trajectory, Score)]} of questions that all runs answered,
     those with different depths first. `where` speaks of the first run. Raises DataError."""
-    runs = {}
+    runs, names = {}, [Path(folder).name for folder in run_dirs]
     for folder in map(Path, run_dirs):
         path = folder / HELD_OUT
         check(path.exists(), path, f"not there yet: python eval.py --run {folder} writes it")
-        runs[str(folder)] = {pair[0].question["id"]: pair for pair in read_trajectories(path)}
+        name = folder.name if names.count(folder.name) == 1 else str(folder)
+        runs[name] = {pair[0].question["id"]: pair for pair in read_trajectories(path)}
     same, different = [], []
     for trajectory, _ in show.choose(list(next(iter(runs.values())).values()), where):
         question = trajectory.question["id"]

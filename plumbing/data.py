@@ -51,7 +51,7 @@ def load_corpus(path):
     passages, seen = [], {}
     for where, record in read_jsonl(path):
         is_corpus = "text" in record or "contents" in record
-        check(is_corpus or "question" not in record, where, "a questions file, not a corpus")
+        check(is_corpus or "question" not in record, where, "this is a questions file, no corpus")
         check(is_corpus, where, 'neither "contents" nor "title" and "text"')
         name = new_id(record, where, seen)
         if "text" in record:

@@ -120,7 +120,7 @@ CORPUS = {
     "text a list": (passage(text=["x"]), 'line 1: "text" must be a string, not list'),
     "empty contents": (contents(""), 'line 1: "contents" is empty'),
     "title only": (contents('"T"\n '), "line 1: .*no text"),
-    "questions file": (QUESTION, "line 1: a questions file, not a corpus"),
+    "questions file": (QUESTION, "line 1: this is a questions file, no corpus"),
 }
 QUESTIONS = {
     "corpus file": (PASSAGE, "line 1: this is a corpus, not a questions file"),
