@@ -161,7 +161,7 @@ def main(arguments=None):
 
     questions = data.load_questions(args.questions) if args.questions else []
     retriever = BM25.load(args.load_index) if args.load_index else open_retriever(args.corpus)
-    print(f"{len(retriever.passages)} passages, {len(retriever.index.words)} different words")
+    print(f"{len(retriever.passages)} passages")
     if questions:
         found = [f"recall@{k} {value:.3f}" for k, value in recall(retriever, questions).items()]
         print(f"{len(questions)} questions: {'  '.join(found)}")

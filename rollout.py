@@ -58,7 +58,7 @@ class RolloutSettings:
     max_query_chars: int = setting(200, "a longer query is cut, in characters", low=1)
     prompt_style: Literal["auto", "chat", "plain"] = setting("auto", "auto: chat template if any")
     system_prompt: str | None = setting(None, "file whose text replaces the built-in instructions")
-    self_answer: Literal["branch", "separate"] = setting("branch", "where: on the cache, or anew")
+    self_answer: Literal["branch", "separate"] = setting("branch", "in place, or in a new prompt")
 
 
 @dataclass
@@ -193,9 +193,9 @@ def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
                 written = generation.force_search(batch, logits, settings.max_turn_tokens, sampler)
             else:
                 written = force_answer(batch, settings, sampler)
-        for trajectory, turn in zip(live, written):
-            trajectory.turns.append(Turn(turn.text, reward.parse_action(turn.text)[0]))
-            for ids, sampled in turn.pieces:
+        for trajectory, wrote in zip(live, written):
+            trajectory.turns.append(Turn(wrote.text, reward.parse_action(wrote.text)[0]))
+            for ids, sampled in wrote.pieces:  # a forced turn is not all sampled
                 trajectory.append(ids, sampled)
 
         # Observe: searches run, and whoever goes on is shown what they found
@@ -203,7 +203,7 @@ def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
             if turns_left > 0:
                 run_searches(live, retriever, settings)
             shown_ids = [observe(t, tokenizer, settings, turns_left) for t in live]
-        rows = [row for row, ids in enumerate(shown_ids) if ids]
+        rows = [row for row, ids in enumerate(shown_ids) if ids]  # the others have ended
         if not rows:
             break
         live, shown_ids = [live[row] for row in rows], [shown_ids[row] for row in rows]

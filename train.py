@@ -199,18 +199,18 @@ def per_token_logps(model, batch, temperature):
     mask = batch["completion_mask"].bool()  # (B, T)
     causal_lm = model.get_base_model()  # the adapter is inside its layers
     output = causal_lm.base_model(input_ids=batch["input_ids"], use_cache=False)
-    # The state from which a token was drawn is the one before it.
+    # A token was drawn from the state before it; the first one, of the prompt, never counts.
     states = output.last_hidden_state[:, :-1][mask[:, 1:]]  # (N, d), N = sampled tokens
-    sampled = batch["input_ids"][mask]  # (N,)
+    sampled, vocab_size = batch["input_ids"][mask], causal_lm.config.vocab_size  # (N,), V
 
-    def score(states, sampled):
+    def logps_and_entropy(states, sampled):
         logits = causal_lm.get_output_embeddings()(states).float() / temperature  # (n, V)
         log_softmax = logits.log_softmax(-1)
         logps = log_softmax.gather(1, sampled[:, None])[:, 0]
         fixed = log_softmax.detach()
         return logps, -(fixed.exp() * fixed).sum(-1)
 
-    logps, entropy = memory.in_pieces(score, states, sampled, causal_lm.config.vocab_size)
+    logps, entropy = memory.in_pieces(logps_and_entropy, states, sampled, vocab_size)
     empty = torch.zeros(mask.shape, device=states.device)
     return empty.masked_scatter(mask, logps), empty.masked_scatter(mask, entropy)
 
@@ -292,8 +292,9 @@ def dry_run(policy, optimizer, task, held_out, settings):
         advantages = torch.linspace(-1, 1, len(trajectories))
         update(policy.model, optimizer, trajectories, advantages, 0.0, settings)
     batch = data.Task(held_out.questions[: settings.eval_batch_size], held_out.retriever)
+    sampling.num_generations = 1
     with memory.measured("evaluation"), models.inference_weights(policy.model):
-        evaluate(policy, batch, settings, replace(sampling, num_generations=1), 10**6)
+        evaluate(policy, batch, settings, sampling, settings.eval_batch_size)
 
 
 def main(arguments=None):
