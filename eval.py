@@ -3,11 +3,12 @@
     python eval.py --run runs/NAME                            # its held-out questions, greedy
     python eval.py --model M [--adapter A] --questions Q --corpus C --temperature 1 --samples 4
     python eval.py --run runs/NAME --force_depth 0 1 2 3 4    # the paper's Figure 2
+    python eval.py --run runs/NAME --ask "Which river ...?"   # one trajectory, no report
+    # without a policy, from what runs have saved:
     python eval.py --run runs/NAME --show 3 --where "hops==2 and em==0"
     python eval.py --run runs/NAME --html page.html           # tables, figures, trajectories
-    python eval.py --compare runs/A runs/B [--html page.html] # side by side, from what they saved
+    python eval.py --compare runs/A runs/B [--html page.html] # side by side
     python eval.py --curves runs/A runs/B                     # training curves
-    python eval.py --run runs/NAME --ask "Which river ...?"   # one trajectory
 
 SD, search depth, is the mean number of executed searches; SE, search efficiency, is EM / SD; OSR,
 over-search ratio, the share of questions with a right self-answer after a search before the last
@@ -22,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 import reward
-from plumbing import data, files, logs, look, models, options, prompts, runs, show, stats
+from plumbing import data, files, logs, look, models, options, page, prompts, runs, show, stats
 from plumbing.options import setting
 from retriever import open_retriever
 from rollout import RolloutSettings, Sampling, Trajectory, rollout, system_prompt_of
@@ -211,16 +212,12 @@ def measure(policy, held_out, settings, run, moment):
     return results
 
 
-def rollout_part(settings):
-    """The settings of rollouts among others: {name: value}."""
-    return {field.name: getattr(settings, field.name) for field in fields(RolloutSettings)}
-
-
 def provenance(origin, paths, settings):
     """What a report depends on, for its `settings`."""
-    prompt = {"prompt": system_prompt_of(settings), "normaliser": "reward.normalize_answer"}
     hashes = {f"{name}_sha256": runs.sha256(path) for name, path in paths.items()}
-    return origin | paths | hashes | rollout_part(settings) | prompt | {"versions": runs.versions()}
+    rollouts = {field.name: getattr(settings, field.name) for field in fields(RolloutSettings)}
+    prompt = {"prompt": system_prompt_of(settings), "normaliser": "reward.normalize_answer"}
+    return origin | paths | hashes | rollouts | prompt | {"versions": runs.versions()}
 
 
 def save_trajectories(path, pairs):
@@ -240,12 +237,7 @@ def read_trajectories(path):
     return pairs
 
 
-# The ways of looking, and what each reads -> writes:
-#   --compare, --curves     what runs have saved          -> figure, page
-#   --trajectories FILE     saved trajectories            -> page
-#   --run R --show/--html   what the run has saved        -> page
-#   --ask                   a policy, a corpus            -> nothing
-#   otherwise               a policy, questions, a corpus -> eval.json, page, figure
+# Ways of looking
 
 
 def load(args, config):
@@ -297,13 +289,15 @@ def look_at_policy(args, config):
 def look_at_saved(args, path):
     """Show saved trajectories; those of a run with its tables and figures."""
     with files.on_failure(f"{args.run or path}: a damaged file", but=[OSError]):
-        pairs = read_trajectories(path)
-        result = None
+        pairs, sections = read_trajectories(path), []
         if args.trajectories:
             trajectories, by = [trajectory for trajectory, _ in pairs], args.by or ["hops"]
             result = report(trajectories, {"trajectories": str(path)}, by, args.seed)
+            sections = look.print_report(result, f"{result['n']} questions")
+        elif args.html:
+            sections = page.run(args.run)
         latest = Path(path).name == logs.SAMPLES  # the end of training
-        look.show_trajectories(args, pairs, look.saved_sections(args, result), latest)
+        look.show_trajectories(args, pairs, sections, latest)
 
 
 def ask(policy, retriever, args):
@@ -316,13 +310,13 @@ def ask(policy, retriever, args):
 
 def main(arguments=None):
     args = options.parse(EvalSettings, arguments, __doc__.splitlines()[0])
-    look.check(args)
+    look.check_options(args)
     if args.compare or args.curves:
         return look.compare_runs(args, read_trajectories)
     config, own, saved = {}, {}, args.trajectories
     if args.run:
         config = files.read_json(Path(args.run) / "config.json")
-        own = rollout_part(options.read_config(RolloutSettings, args.run))
+        own = asdict(options.read_config(RolloutSettings, args.run))
     args = options.parse(EvalSettings, arguments, __doc__.splitlines()[0], own)
     if args.ask:
         policy, task, _, _ = load(args, config)

@@ -47,23 +47,22 @@ class BM25:
     score(q, d) = sum over the words w of q of
         idf(w) * tf * (k1 + 1) / (tf + k1 * (1 - b + b * |d| / avgdl))
 
-    passages: list of {"id", "title", "text"}; title and text are both indexed. Raises DataError if
-    they hold no word.
+    passages: list of {"id", "title", "text"}; title and text are both indexed. Raises DataError,
+    naming their `source`, if they hold no word.
     >>> bm25 = BM25([{"id": "1", "title": "Paris", "text": "Paris is in France"},
     ...              {"id": "2", "title": "Berlin", "text": "Berlin is in Germany"}])
     >>> [[hit["title"] for hit in hits] for hits in bm25.search(["Paris", "in", "zzz"], k=5)]
     [['Paris'], ['Paris', 'Berlin'], []]
     """
 
-    def __init__(self, passages, k1=1.5, b=0.75):
+    def __init__(self, passages, k1=1.5, b=0.75, source="the corpus"):
         words = defaultdict()  # word -> its number, in order of first use
         words.default_factory = words.__len__
         texts = (f"{passage['title']} {passage['text']}" for passage in passages)
         try:  # rank-bm25 counts numbers as well as words; not all are in memory at once
             stats = BM25Okapi([words[word] for word in tokenise(text)] for text in texts)
         except ZeroDivisionError:
-            problem = f"no word in its {len(passages)} passages"
-            raise files.DataError(f"the corpus is empty: {problem}") from None
+            raise files.DataError(f"{source}: no passage holds a word to search for") from None
         counts = stats.doc_freqs  # list (N,) of {word: tf}
         N, sizes = len(counts), np.fromiter(map(len, counts), np.int64, len(counts))
         word = np.fromiter(chain.from_iterable(counts), np.int64, sizes.sum())  # (P,) P = postings
@@ -123,10 +122,7 @@ def open_retriever(corpus, url=None):
     path = files.locate(corpus)
     if path.endswith(".npz"):
         return BM25.load(path)
-    passages = data.load_corpus(path)
-    has_words = any(tokenise(f"{passage['title']} {passage['text']}") for passage in passages)
-    files.check(has_words, path, "no passage holds a word to search for")
-    return BM25(passages)
+    return BM25(data.load_corpus(path), source=path)
 
 
 def recall(retriever, questions, ks=(3, 5)):

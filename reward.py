@@ -45,12 +45,15 @@ class Weights:
     # Variants
     ask_before_search: bool = False  # the policy is asked at t = 0 too, so that t_c may be 0
     search_cost: float = 0.0  # flat cost of each search
+    information_gain: float = 0.0  # StepSearch: share of the supporting titles that a step finds
+    redundancy: float = 0.0  # StepSearch: share of a step's passages that were seen before
     released: bool = False  # the released code's reading of all of the above
 
 
 PAPER = Weights()
 RELEASED = replace(PAPER, released=True, about="the released code's rules, where they differ")
 OUTCOME = replace(PAPER, efficiency=0.0, quality=0.0, about="Search-R1: final EM and format")
+STEPSEARCH = replace(OUTCOME, information_gain=1.0, redundancy=1.0, about="StepSearch: new - seen")
 REWARDS = {
     "autosearch": PAPER,
     "autosearch-released": RELEASED,
@@ -61,6 +64,7 @@ REWARDS = {
     "outcome": OUTCOME,
     "outcome-no-format": replace(OUTCOME, format=0.0, about="Search-R1: final EM alone"),
     "search-penalty": replace(OUTCOME, search_cost=0.1, about="outcome minus a cost per search"),
+    "stepsearch": STEPSEARCH,
 }
 HELP = "; ".join(f"{name}: {weights.about}" for name, weights in REWARDS.items())
 
@@ -264,12 +268,13 @@ class Score:
         return "\n".join([*lines, f"t_c = {self.t_c}   EM = {self.em:.0f}   F1 = {self.f1:.3f}"])
 
 
-def score(steps, golden_answers, self_answers, weights=PAPER, self_answer_0=None):
+def score(steps, golden_answers, self_answers, weights=PAPER, self_answer_0=None, **evidence):
     """Score one trajectory: base (format, outcome) + efficiency + quality, per step and named.
     steps: n + 1 texts, what the policy wrote in each turn; the last is the answer step, all before
     are search steps, valid or not. golden_answers: str, list of str, or None where none is known.
     self_answers: n extracted answers, None where the policy was not asked. self_answer_0: the one
-    before the first search, for "autosearch-t0". Raises ValueError for lengths that do not fit.
+    before the first search, for "autosearch-t0". evidence: passages (a list for each step) and
+    supporting_titles, for "stepsearch". Raises ValueError for lengths that do not fit.
     >>> steps = ["<think>a</think><search>q</search>", "<think>b</think><answer>Nile</answer>"]
     >>> print(score(steps, "Nile", ["Nile"]))
     step       format    outcome efficiency    quality      total
@@ -304,6 +309,8 @@ def score(steps, golden_answers, self_answers, weights=PAPER, self_answer_0=None
     for text, part in zip(steps[:-1], parts):
         if parse_action(text)[0] == "search":
             part["efficiency"] -= weights.search_cost
+    if weights.information_gain or weights.redundancy:
+        add_information(parts, weights, **evidence)
     return Score(parts, t_c, em, f1(answer, golden_answers))
 
 
@@ -317,6 +324,23 @@ def count_t0(rewards, t_c, golden_answers, self_answers, weights):
         rewards["efficiency"] = [weights.over_search] * (len(self_answers) - 1) + [0.0]
         rewards["efficiency"][0] += weights.effective_budget
     return t_c
+
+
+def add_information(parts, weights, passages=None, supporting_titles=None):
+    """StepSearch (arXiv 2505.15107): plus supporting titles first found, minus passages seen."""
+    n = len(parts) - 1
+    if supporting_titles is None or passages is None or len(passages) not in (n, n + 1):
+        raise ValueError("stepsearch needs supporting_titles and the passages of all search steps")
+    missing, seen = {normalize_answer(title) for title in supporting_titles}, set()
+    needed = max(len(missing), 1)
+    for part, retrieved in zip(parts[:n], passages):
+        found = missing & {normalize_answer(passage["title"]) for passage in retrieved}
+        texts = [(passage["title"], passage["text"]) for passage in retrieved]
+        known = sum(text in seen for text in texts)
+        part["quality"] += weights.information_gain * len(found) / needed
+        part["efficiency"] -= weights.redundancy * known / max(len(texts), 1)
+        missing -= found
+        seen.update(texts)
 
 
 # The released code, where it differs from the paper
@@ -339,10 +363,7 @@ def follow_released_code(rewards, steps, golden_answers, self_answers, weights):
         valid = [all(valid[: i + 1]) for i in range(n + 1)]
     rewards["efficiency"] = [bonus * is_valid for is_valid in valid]
 
-    def rounded_f1(*answers):
-        return round(f1(*answers), 4)
-
-    rewards["quality"] = quality_rewards(self_answers, first_alias, measure=rounded_f1)
+    rewards["quality"] = quality_rewards(self_answers, first_alias, lambda *a: round(f1(*a), 4))
     if over_searched:  # all later steps, the answer's too, are worth over_search and no more
         for name, values in rewards.items():
             erased = weights.over_search if name == "efficiency" else 0.0

@@ -140,7 +140,10 @@ class Trajectory:
         extract = reward.released_self_answer if weights.released else reward.extract_self_answer
         steps, golds = self.steps or [""], self.question["golden_answers"]
         self_answers = [extract(turn.self_answer) for turn in self.turns[:-1]]
-        return reward.score(steps, golds, self_answers, weights, extract(self.self_answer_0))
+        evidence = {"passages": [turn.passages for turn in self.turns]}
+        evidence["supporting_titles"] = self.question["metadata"].get("supporting_titles")
+        self_answer_0 = extract(self.self_answer_0)
+        return reward.score(steps, golds, self_answers, weights, self_answer_0, **evidence)
 
     def to_dict(self):
         """JSON-ready, without token ids."""
@@ -278,11 +281,10 @@ def run_searches(live, retriever, settings):
     if not turns:
         return
     results = retriever.search([turn.query for turn in turns], settings.topk)
+    limit = settings.max_passage_chars
     for turn, passages in zip(turns, results):
         for passage in passages:
-            title, text = passage["title"], passage["text"]
-            limit = settings.max_passage_chars
-            turn.passages.append({"title": clean(title[:limit]), "text": clean(text[:limit])})
+            turn.passages.append({key: clean(passage[key][:limit]) for key in ("title", "text")})
 
 
 def observe(trajectory, tokenizer, settings, turns_left):
@@ -292,7 +294,8 @@ def observe(trajectory, tokenizer, settings, turns_left):
         trajectory.stop = "answer"
     if turn.action == "answer" or turns_left == 0:
         return []
-    ids = encode(tokenizer, shown(turn))
+    shown = show_passages(turn.passages) if turn.searched else ADVICE
+    ids = encode(tokenizer, shown)
     room_to_ask = len(encode(tokenizer, PROBE)) + settings.max_self_answer_tokens
     room_for_next = max(settings.max_turn_tokens, room_to_ask)
     if len(trajectory) + len(ids) + room_for_next > settings.max_context:
@@ -311,7 +314,7 @@ def clean(text):
     """
     controls = ("Cc", "Cf", "Zl", "Zp")
     text = "".join(" " if unicodedata.category(char) in controls else char for char in text)
-    tag = r"(?:/\s*)?(?:think|search|answer|information)"
+    tag = rf"(?:/\s*)?(?:{'|'.join(reward.TAG_NAMES)})"
     return re.sub(rf"(?i)<\s*({tag}|\|[^<>]*\|)\s*>", r"(\1)", text)
 
 
@@ -321,11 +324,6 @@ def show_passages(passages):
     for i, passage in enumerate(passages, start=1):
         lines.append(f'Doc {i}(Title: "{passage["title"]}") {passage["text"]}')
     return "\n\n<information>" + ("\n".join(lines) or NO_PASSAGES) + "</information>\n\n"
-
-
-def shown(turn):
-    """What the environment says to a turn that did not answer."""
-    return show_passages(turn.passages) if turn.searched else ADVICE
 
 
 def system_prompt_of(settings):

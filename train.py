@@ -262,9 +262,11 @@ def load_tasks(settings, checkpoint):
     path, tracker = files.locate(settings.model), settings.report_to
     is_there = tracker == "none" or find_spec(tracker)
     files.check(is_there, f"--report_to {tracker}", f"the package {tracker} is not installed")
-    questions, held_out = data.load_questions(settings.questions), []
+    weights, held_out = reward_weights(settings), []
+    needs_titles = bool(weights.information_gain or weights.redundancy)
+    questions = data.load_questions(settings.questions, None, needs_titles)
     if settings.eval_questions:
-        held_out = data.load_questions(settings.eval_questions, settings.eval_limit)
+        held_out = data.load_questions(settings.eval_questions, settings.eval_limit, needs_titles)
     tokenizer = models.load_tokenizer(path)
     models.check_model(path, settings.max_context, checkpoint)
     for name, rows in ((settings.questions, questions), (settings.eval_questions, held_out)):

@@ -75,7 +75,7 @@ def are_strings(value):
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def load_questions(path, limit=None):
+def load_questions(path, limit=None, needs_titles=False):
     """The first `limit` questions of a JSONL file, as in `Task`. `golden_answers` (one string will
     do) needs one that is not blank; `metadata` may be absent. Raises DataError as `load_corpus`."""
     questions, seen = [], {}
@@ -93,6 +93,8 @@ def load_questions(path, limit=None):
         check(isinstance(metadata, dict), where, '"metadata" must be an object')
         titles = metadata.get("supporting_titles", [])
         check(are_strings(titles), where, '"supporting_titles" must be a list of strings')
+        has_titles = "supporting_titles" in metadata or not needs_titles
+        check(has_titles, where, '"supporting_titles" is missing: --reward stepsearch needs it')
         row = {"id": name, "question": question, "golden_answers": golds, "metadata": metadata}
         questions.append(row)
     check(questions, path, "there are no questions in it")

@@ -15,11 +15,7 @@ class DataError(ValueError):
     """Input cannot be used: one line that names the file, the line or the option."""
 
 
-class SearchError(RuntimeError):
-    """A search server gave no usable answer: one line with URL, status, start of the body."""
-
-
-UNUSABLE = (DataError, SearchError, OSError, OverflowError)  # the last: a port that is none
+UNUSABLE = (DataError, OSError, OverflowError)  # the last: a port that is none
 
 
 def run_script(name, main):
@@ -52,7 +48,7 @@ def on_failure(problem, but=()):
     """Whatever a library raises over a file, `but` these, becomes a DataError about `problem`."""
     try:
         yield
-    except (DataError, SearchError, *but):
+    except (DataError, *but):
         raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or error

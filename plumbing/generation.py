@@ -30,7 +30,7 @@ class Sampler:
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = (logits / self.temperature).softmax(-1)
-        is_finite = bool(probabilities.isfinite().all())
+        is_finite = bool(probabilities[:, 0].isfinite().all())  # one NaN spreads over its row
         check(is_finite, "nothing can be sampled", "the model's logits are not finite")
         return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
 

@@ -3,23 +3,22 @@
 from pathlib import Path
 
 from plumbing import compare, figures, page, show, tables
-from plumbing.files import check as ensure
-from plumbing.files import check_writable, on_failure, read_json, write_json
+from plumbing.files import check, check_writable, on_failure, read_json, write_json
 from plumbing.runs import HELD_OUT
 
 
-def check(args):
+def check_options(args):
     """Refuse options that cannot work or do not go together. Raises DataError."""
     ways = ("compare", "curves", "ask", "trajectories")
     given = [f"--{name}" for name in ways if getattr(args, name) is not None]
-    ensure(len(given) < 2, " ".join(given), "one way of looking at a time")
+    check(len(given) < 2, " ".join(given), "one way of looking at a time")
     greedy = args.samples > 1 and args.temperature == 0
-    ensure(not greedy, f"--samples {args.samples}", "needs a --temperature above 0")
-    ensure(not args.where or args.show or args.html, "--where", "is for --show N or --html")
-    ensure(not args.gold or args.ask, "--gold", "is for --ask")
-    ensure(args.ask is None or args.ask.strip(), "--ask", "the question is blank")
+    check(not greedy, f"--samples {args.samples}", "needs a --temperature above 0")
+    check(not args.where or args.show or args.html, "--where", "is for --show N or --html")
+    check(not args.gold or args.ask, "--gold", "is for --ask")
+    check(args.ask is None or args.ask.strip(), "--ask", "the question is blank")
     is_figure = Path(args.figure or "x.png").suffix in (".png", ".svg")
-    ensure(is_figure, f"--figure {args.figure}", "the name of a figure ends in .png or .svg")
+    check(is_figure, f"--figure {args.figure}", "the name of a figure ends in .png or .svg")
     for name in ("out", "html", "figure"):
         check_writable(f"--{name}", getattr(args, name))
 
@@ -28,7 +27,7 @@ def check_names(args, questions):
     """Refuse a --where or --by that speaks of what no question has. Raises DataError."""
     known = {key for question in questions for key in question["metadata"]}
     for key in args.by or []:
-        ensure(key in known, f"--by {key}", "no question has it in its metadata")
+        check(key in known, f"--by {key}", "no question has it in its metadata")
     if args.where:
         show.holds(args.where, dict.fromkeys({*known, *show.NAMES}))
 
@@ -47,16 +46,15 @@ def save_reports(args, reports, out, saved, is_own):
     result = reports["None"]
     new = {"eval": saved.get("eval", {}) | {decoding: result}} if is_own else {decoding: result}
     write_json(out, saved | new)
-    print(f"{tables.report_table(result)}\nreport: {out}")
-    return [page.report(result, f"{result['n']} questions, {decoding}")]
+    sections = print_report(result, f"{result['n']} questions, {decoding}")
+    print(f"report: {out}")
+    return sections
 
 
-def saved_sections(args, result):
-    """Sections of a page: of the report on saved trajectories, or of all that a run has saved."""
-    if result is None:
-        return page.run(args.run) if args.html else []
+def print_report(result, heading):
+    """Print a report, and return it as sections of a page."""
     print(tables.report_table(result))
-    return [page.report(result, f"{result['n']} questions")]
+    return [page.report(result, heading)]
 
 
 def show_trajectories(args, pairs, sections, latest=False):
@@ -86,7 +84,7 @@ def compare_runs(args, read_trajectories):
         found = [read_json(path).get("forced") for path in reports]
         forced = next(filter(None, found), None)
         is_there = forced or not args.reference
-        ensure(is_there, f"--reference {args.reference}", "no report of --force_depth")
+        check(is_there, f"--reference {args.reference}", "no report of --force_depth")
         rows = compare.compare_rows(arms)
         print(tables.as_text(rows))
         figures.plot_compare(arms, figure, forced)

@@ -49,9 +49,9 @@ def load_tokenizer(path):
         is_generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
         kind = PreTrainedTokenizerFast if is_generic else AutoTokenizer
         tokenizer = kind.from_pretrained(path, trust_remote_code=False)
-    for tag in TAGS:  # where there are no files, an empty tokenizer is made
-        can_spell = tag in tokenizer.decode(encode(tokenizer, tag))
-        check(can_spell, path, f"no tokenizer there, or one that cannot spell {tag}")
+    # Where there are no files, an empty tokenizer is made.
+    lost = [tag for tag in TAGS if tag not in tokenizer.decode(encode(tokenizer, tag))]
+    check(not lost, path, f"no tokenizer there, or one that cannot spell {' '.join(lost)}")
     return tokenizer
 
 
@@ -99,9 +99,8 @@ def load_base_model(path, in_4bit=False, dtype=None):
     options = {"dtype": dtype or usual_dtype, "device_map": {"": device}, "use_safetensors": True}
     if check_4bit(in_4bit):
         nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        options["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_compute_dtype=options["dtype"], **nf4
-        )
+        nf4 |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": options["dtype"]}
+        options["quantization_config"] = transformers.BitsAndBytesConfig(**nf4)
     with on_failure(f"{path}: cannot be loaded"):
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
     for module in model.modules():

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import requests
 
 from plumbing.data import are_strings, check_queries, split_contents
-from plumbing.files import SearchError, check
+from plumbing.files import check
 
 # Limits of our server: bytes, queries, passages each, characters of a query, seconds of silence.
 MAX_BODY, MAX_QUERIES, MAX_K, MAX_QUERY, MAX_SECONDS = 1 << 20, 1024, 100, 10_000, 20
@@ -34,7 +34,7 @@ class SearchClient:
         self.session.trust_env = False  # a proxy for the web is none for a server of one's own
 
     def search(self, queries, k=3):
-        """As `BM25.search`, scores and order being the server's. Raises SearchError."""
+        """As `BM25.search`, scores and order being the server's. Raises ConnectionError."""
         check_queries(queries, k)
         found = []
         for start in range(0, len(queries), self.batch_size):
@@ -62,7 +62,7 @@ class SearchClient:
                 problem += f": {error!r:.200}"
             except MALFORMED:
                 problem += ": not what Search-R1's protocol promises"
-        raise SearchError(f"{self.url}: {problem} (tries: {attempt + 1})")
+        raise ConnectionError(f"{self.url}: {problem} (tries: {attempt + 1})")
 
 
 def read_hit(item):
@@ -101,8 +101,7 @@ def answer(body, retriever):
 
 
 def make_server(retriever, host="127.0.0.1", port=8000):
-    """A server of `retriever.search`, ready for `.serve_forever()`; port 0 takes a free one.
-    Bodies, query counts and lengths, k and silences are limited. Raises OSError."""
+    """A server of `retriever.search`, for `.serve_forever()`; port 0 is any. Raises OSError."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = MAX_SECONDS

@@ -33,8 +33,9 @@ def verdict(trajectory, score):
     return "over" if any(turn.searched for turn in trajectory.turns[score.t_c :]) else "exact"
 
 
-def answer_line(name, raw, answer, golds):
-    """(name, text, kind) of an answer, with EM and F1; `raw` where none could be extracted."""
+def answer_line(name, raw, golds):
+    """(name, text, kind) of the answer in a text, with EM and F1; all of it where there is none."""
+    answer = reward.extract_self_answer(raw)
     em, f1 = reward.exact_match(answer, golds), reward.f1(answer, golds)
     text = raw if answer is None else answer
     scores = f"  (EM {em:.0f}, F1 {f1:.2f})" if golds else ""
@@ -47,20 +48,14 @@ def turn_lines(number, turn, is_valid, golds):
     if is_valid:
         lines = [(f"{number} think", re.split("</?think>", turn.text)[1], "think")]
     if turn.action == "answer":
-        _, answer = reward.parse_action(turn.text)
-        lines.append(answer_line("answer", answer, answer, golds))
+        lines.append(answer_line("answer", turn.text, golds))
     if turn.searched:
         lines.append(("search", turn.query, "search"))
     for passage in turn.passages:
         lines.append(("", f"{passage['title']}: {passage['text']}", "passage"))
-    return lines + self_answer_lines(turn.self_answer, golds)
-
-
-def self_answer_lines(raw, golds):
-    """A self-answer's line, none where the policy was not asked."""
-    if raw is None:
-        return []
-    return [answer_line("self-answer", raw, reward.extract_self_answer(raw), golds)]
+    if turn.self_answer is not None:
+        lines.append(answer_line("self-answer", turn.self_answer, golds))
+    return lines
 
 
 def describe(trajectory, score):
@@ -68,7 +63,9 @@ def describe(trajectory, score):
     question, golds = trajectory.question, trajectory.question["golden_answers"]
     head = [("question", question["question"], "question")]
     head.append(("gold", " | ".join(golds) or "not given", "gold"))
-    blocks = [head + self_answer_lines(trajectory.self_answer_0, golds)]
+    if trajectory.self_answer_0 is not None:
+        head.append(answer_line("self-answer", trajectory.self_answer_0, golds))
+    blocks = [head]
     valid = reward.valid_steps(trajectory.steps)
     for i, turn in enumerate(trajectory.turns):
         parts = [f"{name} {value:+.3f}" for name, value in score.parts[i].items() if value]
@@ -90,12 +87,10 @@ def printable(text):
     return shown
 
 
-def render_trajectory(trajectory, score, colour=None):
-    """A scored Trajectory for the terminal, shortened to its width.
-    colour: None is yes where stdout is a terminal and NO_COLOR is not set."""
-    if colour is None:
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        colour = sys.stdout.isatty() and not plain
+def render_trajectory(trajectory, score):
+    """A scored Trajectory for the terminal: shortened to its width, in colour unless NO_COLOR."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    colour = sys.stdout.isatty() and not plain
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 40), 120) - 14
     blocks = []
     for block in describe(trajectory, score):

@@ -200,6 +200,14 @@ def test_mutated_files_raise_nothing_but_data_error(tmp_path):
     assert 0 < good < 2000
 
 
+def test_titles_may_be_needed_and_may_be_none(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(question(metadata={"supporting_titles": []}) + "\n" + question(id="2"))
+    assert len(load_questions(path)) == 2
+    with pytest.raises(DataError, match='line 2: "supporting_titles" is missing: --reward'):
+        load_questions(path, needs_titles=True)
+
+
 # Drawing and grouping
 
 

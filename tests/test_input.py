@@ -359,6 +359,7 @@ def random_texts(rng, count):
 def test_ten_thousand_odd_texts_are_parsed_and_scored():
     rng, kinds = random.Random(0), set()
     texts = random_texts(rng, 10_000)
+    passages = [{"title": "Nile", "text": "A river."}]
     names, golds = list(reward.REWARDS), ["Paris", ["Paris", "???"], [""], [], None]
     while steps := list(islice(texts, rng.randrange(1, 6))):
         weights = reward.REWARDS[rng.choice(names)]
@@ -369,7 +370,9 @@ def test_ten_thousand_odd_texts_are_parsed_and_scored():
             kinds.add(kind)
             for found in (content, answer):
                 assert not any(tag in (found or "") for tag in reward.TAGS)
-        scored = reward.score(steps, rng.choice(golds), answers[:-1], weights, answers[-1])
+        evidence = {"self_answer_0": answers[-1], "supporting_titles": ["Nile"]}
+        evidence["passages"] = [passages] * len(steps)
+        scored = reward.score(steps, rng.choice(golds), answers[:-1], weights, **evidence)
         assert len(scored.steps) == len(steps) and -10 < scored.total < 10 and str(scored)
     assert kinds == {"search", "answer", None}
 

@@ -127,7 +127,7 @@ def test_ties_are_in_corpus_order(k):
 
 @pytest.mark.parametrize("corpus", [[], passages("", " "), passages("...", "—")])
 def test_nothing_to_index_is_a_named_error(corpus):
-    with pytest.raises(DataError, match="empty"):
+    with pytest.raises(DataError, match="^the corpus: no passage holds a word to search for$"):
         BM25(corpus)
 
 

@@ -207,6 +207,42 @@ def test_by_hand_with_a_self_answer_before_the_first_search(turns, before, asked
     assert off_by_default == score(*inputs, PAPER)
 
 
+def passages(*titles):
+    return [{"title": title, "text": f"About {title}."} for title in titles]
+
+
+def test_stepsearch_by_hand():
+    found = [
+        passages("Nile", "Rome", "Oslo"),  # one of two supporting passages
+        passages("Nile", "The Delta", "Lima"),  # the other; one of these three was seen
+        passages("Nile", "Rome"),  # only seen ones
+        [],
+    ]
+    evidence = {"passages": found, "supporting_titles": ["Nile", "Delta"]}
+    scored = score(build("sssA"), GOLDS, [None] * 3, REWARDS["stepsearch"], **evidence)
+    check(scored, [ok(0, 0.5), ok(-1 / 3, 0.5), ok(-1, 0), RIGHT], t_c=-1)
+
+
+def test_stepsearch_without_a_supporting_passage_to_find():
+    evidence = {"passages": [passages("Nile")], "supporting_titles": []}
+    scored = score(build("sA"), GOLDS, [None], REWARDS["stepsearch"], **evidence)
+    assert scored.total == pytest.approx(0.025 + 0.1 + 1)
+
+
+LACKING = [
+    {},
+    {"passages": [[]]},
+    {"supporting_titles": ["Nile"]},
+    {"passages": [[]] * 3, "supporting_titles": ["Nile"]},
+]
+
+
+@pytest.mark.parametrize("given", LACKING)
+def test_stepsearch_says_what_it_lacks(given):
+    with pytest.raises(ValueError, match="stepsearch needs supporting_titles"):
+        score(build("sA"), GOLDS, [None], REWARDS["stepsearch"], **given)
+
+
 @pytest.mark.parametrize(
     ("turns", "answers"), [("sA", []), ("sA", ["a", "b"]), ("A", ["a"]), ("", [])]
 )
@@ -217,7 +253,7 @@ def test_wrong_lengths_are_refused(turns, answers):
 
 def test_every_named_reward_has_one_line_about_itself():
     ablations = ["no-base", "no-efficiency", "no-quality"]
-    baselines = ["outcome", "outcome-no-format", "search-penalty"]
+    baselines = ["outcome", "outcome-no-format", "search-penalty", "stepsearch"]
     ours = ["autosearch", "autosearch-released", "autosearch-t0"]
     assert list(REWARDS) == ours + ablations + baselines
     lines = [weights.about for weights in REWARDS.values()]

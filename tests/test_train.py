@@ -317,7 +317,7 @@ def test_two_steps_and_two_more_are_four(run_train, monkeypatch, tmp_path, capsy
     assert len(list(halves.iterdir())) == 1, "nothing is written outside the run folder"
 
 
-KINDS = ["autosearch-released", "autosearch-t0", "search-penalty"]
+KINDS = ["autosearch-released", "autosearch-t0", "stepsearch", "search-penalty"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -328,6 +328,16 @@ def test_every_kind_of_reward_trains(run_train, tmp_path, name):
     assert row["reward"] != 0 and math.isfinite(row["grad_norm"])
     saved = json.loads((folder / "trajectories.jsonl").read_text().splitlines()[0])
     assert (saved["self_answer_0"] is not None) == (name == "autosearch-t0")
+
+
+def test_stepsearch_needs_supporting_titles(monkeypatch, tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"id": "q1", "question": "Who?", "golden_answers": ["x"]}\n')
+    monkeypatch.setattr(models, "load_base_model", lambda *_: pytest.fail("weights were loaded"))
+    message = 'q.jsonl, line 1: "supporting_titles" is missing: --reward stepsearch needs it'
+    for option in ("--questions", "--eval_questions"):
+        with pytest.raises(DataError, match=message):
+            tr.main(["--reward", "stepsearch", option, str(path)])
 
 
 def test_a_missing_tracker_is_one_line_for_a_new_run_and_a_resumed_one(monkeypatch, tmp_path):
