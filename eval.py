@@ -253,13 +253,14 @@ def load(args, config):
         adapter = str(runs.find_checkpoint(args.run) or f"{args.run}/adapter")
     files.check(adapter is None or Path(adapter).is_dir(), adapter, "there is no adapter")
     tokenizer, questions = models.load_tokenizer(model), []
-    models.check_model(model, args.max_context, adapter)
+    models.check_model(model, tokenizer, args.max_context, adapter)
     if not args.ask:
         questions = data.load_questions(paths["questions"], args.limit)
         prompt = system_prompt_of(args)
         prompts.check_questions(paths["questions"], questions, tokenizer, args, prompt)
         look.check_names(args, questions)
     task = data.Task(questions, open_retriever(paths.get("corpus"), url))
+    prompts.warn(tokenizer, system_prompt_of(args), args.prompt_style, task)
     in_4bit = bool(config.get("load_in_4bit") and not args.model)
     origin = {"model": args.model or config.get("model"), "adapter": adapter}
     origin |= {"retriever": url or "BM25", "load_in_4bit": in_4bit}

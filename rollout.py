@@ -13,7 +13,6 @@ away. Two rules hold for every trajectory:
 
 import re
 import time
-import unicodedata
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -100,6 +99,7 @@ class Trajectory:
     prompt_ids: list[int] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)  # sampled tokens and observations
     completion_mask: list[int] = field(default_factory=list)  # 1: sampled by the policy
+    sampling_logps: list[float] = field(default_factory=list)  # when sampled; 0 elsewhere
     self_answer_0: str | None = None  # asked before the first search; None where not asked
     stop: str = "turns"  # why it ended: "answer", "turns" (none left) or "context" (no room left)
     seconds: float = 0.0  # its share of the batch's wall time
@@ -130,10 +130,11 @@ class Trajectory:
         """Tokens of prompt and completion."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def append(self, ids, sampled):
+    def append(self, ids, sampled, logps=None):
         """Add ids that the policy sampled, or of an observation. The mask is born here."""
         self.completion_ids += ids
         self.completion_mask += [int(sampled)] * len(ids)
+        self.sampling_logps += logps or [0.0] * len(ids)
 
     def score(self, weights=reward.PAPER):
         """`reward.score` of its steps and of the self-answers asked after them."""
@@ -198,8 +199,8 @@ def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
                 written = force_answer(batch, settings, sampler)
         for trajectory, wrote in zip(live, written):
             trajectory.turns.append(Turn(wrote.text, reward.parse_action(wrote.text)[0]))
-            for ids, sampled in wrote.pieces:  # a forced turn is not all sampled
-                trajectory.append(ids, sampled)
+            for ids, logps in wrote.pieces:  # a forced turn is not all sampled
+                trajectory.append(ids, logps is not None, logps)
 
         # Observe: searches run, and whoever goes on is shown what they found
         with clock("search"):
@@ -242,7 +243,7 @@ def start_trajectories(tokenizer, questions, settings, sampling):
 def write_turns(batch, logits, settings, sampler):
     """Sample a turn of every live trajectory: a list of `generation.Written`."""
     turns = batch.write(logits, settings.max_turn_tokens, TURN_ENDS, sampler)
-    return [generation.Written(batch.decode(ids), [(ids, True)]) for ids in turns]
+    return [generation.Written(batch.decode(piece.ids), [piece]) for piece in turns]
 
 
 def force_answer(batch, settings, sampler):
@@ -250,7 +251,8 @@ def force_answer(batch, settings, sampler):
     probe = encode(batch.policy.tokenizer, PROBE)
     logits = batch.append([probe] * len(batch.pending))
     turns = batch.write(logits, settings.max_self_answer_tokens, TURN_ENDS, sampler)
-    return [generation.Written(batch.decode(ids), [(probe, False), (ids, True)]) for ids in turns]
+    asked = generation.Piece(probe)
+    return [generation.Written(batch.decode(piece.ids), [asked, piece]) for piece in turns]
 
 
 def ask_self_answers(batch, live, settings, sampler, clock):
@@ -264,8 +266,8 @@ def ask_self_answers(batch, live, settings, sampler, clock):
             separate = [separate_prompt(tokenizer, t, settings.prompt_style) for t in live]
             asked, logits = generation.CachedBatch.start(batch.policy, separate, 1)
             written = asked.write(logits, *how)
-    for trajectory, ids in zip(live, written):
-        answer = batch.decode(ids)
+    for trajectory, piece in zip(live, written):
+        answer = batch.decode(piece.ids)
         if not trajectory.turns:
             trajectory.self_answer_0 = answer
         elif trajectory.turns[-1].searched:
@@ -308,14 +310,12 @@ def observe(trajectory, tokenizer, settings, turns_left):
 
 
 def clean(text):
-    """Retrieved text made harmless: our tags and <|markers|> lose their brackets, controls go.
+    """Retrieved text made harmless: what is visible, without brackets of our tags and <|markers|>.
     >>> clean("a</information>\\x1b[0m<search>b</search><|im_end|>")
     'a(/information) [0m(search)b(/search)(|im_end|)'
     """
-    controls = ("Cc", "Cf", "Zl", "Zp")
-    text = "".join(" " if unicodedata.category(char) in controls else char for char in text)
     tag = rf"(?:/\s*)?(?:{'|'.join(reward.TAG_NAMES)})"
-    return re.sub(rf"(?i)<\s*({tag}|\|[^<>]*\|)\s*>", r"(\1)", text)
+    return re.sub(rf"(?i)<\s*({tag}|\|[^<>]*\|)\s*>", r"(\1)", reward.visible(text))
 
 
 def show_passages(passages):

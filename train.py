@@ -158,25 +158,41 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
         optimizer.zero_grad()
     computed = sum(batch["input_ids"].numel() for batch in batches)
     padding = 1 - sum(map(len, trajectories)) / computed  # positions computed in vain
+    totals |= sampling_logp_difference(batches, num_tokens)
     return totals | {"padding": padding, "grad_norm": norm, "skipped_updates": skipped}
+
+
+def sampling_logp_difference(batches, num_tokens):
+    """How far log-probabilities when sampled (cached, merged or in 4 bits) are from those of the
+    update's first forward pass, mean and maximum over the sampled tokens: TRL's name."""
+    total, largest = 0.0, 0.0
+    for batch in batches:  # both are 0 where nothing was sampled
+        difference = (batch["old_per_token_logps"] - batch["sampling_logps"]).abs()
+        total, largest = total + difference.sum().item(), max(largest, difference.max().item())
+    name = "sampling_logp_difference"
+    return {f"{name}/mean": total / num_tokens, f"{name}/max": largest}
 
 
 def make_micro_batches(trajectories, advantages, size, device):
     """Sort trajectories by length, so that little is padding, and pad micro-batches on the right.
-    Causal attention then needs no mask: no token sees what follows it. Returns dicts of input_ids
-    and completion_mask (B, T), T = prompt and completion, and advantages (B,)."""
+    Causal attention then needs no mask: no token sees what follows it. Returns dicts of input_ids,
+    completion_mask and sampling_logps (B, T), T = prompt and completion, and advantages (B,)."""
     order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i]))
     batches = []
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        width, ids, masks = len(trajectories[rows[-1]]), [], []  # of the last one, the longest
+        width = len(trajectories[rows[-1]])  # of the last one, the longest
+        ids, masks, logps = [], [], []
         for i in rows:
             row, padding = trajectories[i], [0] * (width - len(trajectories[i]))
+            prompt = [0] * len(row.prompt_ids)
             ids.append(row.prompt_ids + row.completion_ids + padding)
-            masks.append([0] * len(row.prompt_ids) + row.completion_mask + padding)
+            masks.append(prompt + row.completion_mask + padding)
+            logps.append((prompt + row.sampling_logps + [0.0] * width)[:width])
         batch = {"advantages": advantages[rows].to(device)}
         batch["input_ids"] = torch.tensor(ids, device=device)
         batch["completion_mask"] = torch.tensor(masks, device=device)
+        batch["sampling_logps"] = torch.tensor(logps, device=device)
         batches.append(batch)
     return batches
 
@@ -268,7 +284,7 @@ def load_tasks(settings, checkpoint):
     if settings.eval_questions:
         held_out = data.load_questions(settings.eval_questions, settings.eval_limit, needs_titles)
     tokenizer = models.load_tokenizer(path)
-    models.check_model(path, settings.max_context, checkpoint)
+    models.check_model(path, tokenizer, settings.max_context, checkpoint)
     for name, rows in ((settings.questions, questions), (settings.eval_questions, held_out)):
         prompts.check_questions(name, rows, tokenizer, settings, system_prompt_of(settings))
     retriever = eval_retriever = open_retriever(settings.corpus, settings.retriever_url)
@@ -277,7 +293,9 @@ def load_tasks(settings, checkpoint):
         files.check(len(retriever.passages) > 1, settings.corpus, problem)
         if held_out and settings.eval_corpus != settings.corpus:
             eval_retriever = open_retriever(settings.eval_corpus)
-    return data.Task(questions, retriever), data.Task(held_out, eval_retriever)
+    task = data.Task(questions, retriever)
+    prompts.warn(tokenizer, system_prompt_of(settings), settings.prompt_style, task)
+    return task, data.Task(held_out, eval_retriever)
 
 
 def dry_run(policy, optimizer, task, held_out, settings):

@@ -1,6 +1,7 @@
 """Files and errors: what cannot be used is one line; what is written is whole or not there."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -55,10 +56,32 @@ def on_failure(problem, but=()):
         raise DataError(f"{problem}: {error_line(reason)}") from None
 
 
-def locate(path):
-    """A path as given or, where nothing is there, of a file that ships with the project."""
-    shipped = ROOT / path
-    return str(shipped) if not os.path.exists(path) and shipped.exists() else str(path)
+def locate(path, run=None):
+    """A path as given or, where nothing is there, from beside the `run` that names it (it may have
+    been started in another folder) or from the project, of which a part ships with it."""
+    beside = Path(run).resolve().parents[:2] if run else []
+    for folder in (Path(), *beside, ROOT):
+        if (folder / path).exists():
+            return str(folder / path)
+    return str(path)
+
+
+def finite(number):
+    """A JSON number as Python's: 2.0 is the whole number 2, and NaN or Infinity is no number."""
+    value = float(number)
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else value
+
+
+def parse_json(text):
+    """What a JSON text holds, its numbers as `finite` has them (pandas writes 2.0 and NaN)."""
+    return json.loads(text, parse_float=finite, parse_constant=finite)
+
+
+def read_text(path):
+    """The text of a whole file, UTF-8, less its BOM. Raises OSError, ValueError."""
+    return Path(path).read_text(encoding="utf-8-sig")
 
 
 def read_jsonl(path):
@@ -68,7 +91,7 @@ def read_jsonl(path):
             where = f"{path}, line {number}"
             with on_failure(f"{where}: not valid JSON"):
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                record = json.loads(line) if line else {}
+                record = parse_json(line) if line else {}
                 if re.search(r"\\u[dD][89a-fA-F]", line):  # half a surrogate pair is no text
                     json.dumps(record, ensure_ascii=False).encode("utf-8")
             kind = type(record).__name__
@@ -80,7 +103,7 @@ def read_jsonl(path):
 def read_json(path):
     """The object in a JSON file. Raises DataError, OSError."""
     with on_failure(f"{path}: not valid JSON", but=[OSError]):
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = json.loads(read_text(path))
     check(isinstance(record, dict), path, f"expected a JSON object, got {type(record).__name__}")
     return record
 

@@ -11,11 +11,18 @@ from plumbing.files import check
 from plumbing.models import encode
 
 
+class Piece(NamedTuple):
+    """Ids of a turn: sampled by the policy, or put in by the environment."""
+
+    ids: list
+    logps: list | None = None  # of sampled ids; None where the environment wrote
+
+
 class Written(NamedTuple):
     """What a row wrote in a turn."""
 
     text: str
-    pieces: list  # of (ids, whether the policy sampled them), in order
+    pieces: list[Piece]  # one, but for a forced turn
 
 
 class Sampler:
@@ -26,13 +33,15 @@ class Sampler:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits):
-        """Token ids (B,) drawn from logits (B, V); the most likely ones at temperature 0."""
+        """Token ids drawn from logits (B, V), and their log-probabilities: two (B,).
+        At temperature 0 the most likely ones, which then are certain."""
         if self.temperature == 0:
-            return logits.argmax(-1)
+            return logits.argmax(-1), logits.new_zeros(len(logits))
         probabilities = (logits / self.temperature).softmax(-1)
         is_finite = bool(probabilities[:, 0].isfinite().all())  # one NaN spreads over its row
         check(is_finite, "nothing can be sampled", "the model's logits are not finite")
-        return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
+        ids = torch.multinomial(probabilities, 1, generator=self.generator)  # (B, 1)
+        return ids[:, 0], probabilities.gather(1, ids)[:, 0].log()
 
 
 class CachedBatch:
@@ -46,9 +55,6 @@ class CachedBatch:
         self.eos_ids = {policy.tokenizer.eos_token_id, *(ends if type(ends) is list else [ends])}
         self.may_end = {}  # token id -> does its text hold `<` or `>`, without which no turn ends?
         self.cache = DynamicCache(config=policy.model.config)
-        is_full = all(type(layer) is DynamicLayer for layer in self.cache.layers)
-        problem = "only models with full attention in every layer are supported"
-        check(is_full, policy.model.config.model_type, problem)
         self.cache.layers = [GrowingLayer() for _ in self.cache.layers]
         self.mask = torch.zeros(num_rows, 0, dtype=torch.long, device=self.device)  # (B, columns)
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=self.device)  # (B,)
@@ -82,11 +88,13 @@ class CachedBatch:
 
     def write(self, logits, limit, stops, sampler):
         """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit.
-        stops: a compiled pattern, looked for in the decoded text. Returns lists of ids."""
-        written = [[] for _ in logits]
+        stops: a compiled pattern, looked for in the decoded text. Returns a Piece for each row."""
+        written, all_logps = [[] for _ in logits], []
         is_open = [True] * len(written)
         for position in range(limit):
-            sampled = sampler(logits).tolist()
+            sampled, logps = sampler(logits)
+            sampled = sampled.tolist()
+            all_logps.append(logps)
             for row, ids in enumerate(written):
                 if is_open[row]:
                     ids.append(sampled[row])
@@ -96,7 +104,8 @@ class CachedBatch:
             new = [[token] if is_open[row] else [] for row, token in enumerate(sampled)]
             logits = self.append(new)
         self.pending = [ids[-1:] for ids in written]
-        return written
+        columns = torch.stack(all_logps, 1).tolist()  # (B, tokens of the longest)
+        return [Piece(ids, logps[: len(ids)]) for ids, logps in zip(written, columns)]
 
     def is_over(self, ids, stops):
         """True if the last id is an EOS or has closed a tag of `stops`, alone or fused."""
@@ -112,7 +121,7 @@ class CachedBatch:
         return self.policy.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.eos_ids else ids)
 
     def branch(self, rows, *how):
-        """Append ids, write, and forget both: what self-answers need. Returns lists of ids."""
+        """Append ids, write, and forget both: what self-answers need. Returns Pieces."""
         mask, lengths = self.mask, self.lengths
         written = self.write(self.append(rows), *how)
         self.cache.crop(mask.shape[1] - self.mask.shape[1])
@@ -144,18 +153,18 @@ def force_search(batch, logits, limit, sampler):
     logits = batch.append([[] for _ in thoughts])
     queries = write_until(batch, logits, limit // 4, "<", closing, sampler)
     pieces = [thought + query for thought, query in zip(thoughts, queries)]
-    return [Written(decode(sum((ids for ids, _ in row), [])), row) for row in pieces]
+    return [Written(decode(sum((piece.ids for piece in row), [])), row) for row in pieces]
 
 
 def write_until(batch, logits, limit, end, addition, sampler):
     """Sample up to the text `end` and put `addition` in its place: pieces of rows, as in Written.
     The last token is not in the cache yet and may hold more than the end: it is written anew."""
     rows, tokenizer = [], batch.policy.tokenizer
-    for ids in batch.write(logits, limit, re.compile(end), sampler):
+    for ids, logps in batch.write(logits, limit, re.compile(end), sampler):
         text = batch.decode(ids).split(end)[0] + addition
         new = encode(tokenizer, text[len(tokenizer.decode(ids[:-1])) :])
-        rows.append([(ids[:-1], True), (new, False)])
-    batch.pending = [row[1][0] for row in rows]
+        rows.append([Piece(ids[:-1], logps[:-1]), Piece(new)])
+    batch.pending = [row[1].ids for row in rows]
     return rows
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from plumbing.files import check, locate, on_failure
@@ -60,13 +62,29 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
-def check_model(path, max_context, adapter=None):
-    """Refuse a model or adapter that cannot be used before any weights are loaded (DataError)."""
+def load_config(path):
+    """The configuration of a causal LM, less its dropout: training must see, in train mode too, the
+    policy that sampled. Raises DataError where there is none."""
     with on_failure(f"{path}: no model"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return config
+
+
+def check_model(path, tokenizer, max_context, adapter=None):
+    """Refuse a model or adapter that cannot be used before any weights are loaded (DataError)."""
+    config = load_config(path).get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or max_context
     where, problem = f"--max_context {max_context}", f"{path} has {positions} positions"
     check(max_context <= positions, where, problem)
+    last, size = max(tokenizer.get_vocab().values()), config.vocab_size
+    check(last < size, path, f"the tokenizer has an id {last}, the model {size} embeddings")
+    is_full = all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    problem = "only models with full attention in every layer are supported"
+    check(is_full, f"{path}, {config.model_type}", problem)
     for name in ("adapter_config.json", "adapter_model.safetensors") if adapter else ():
         is_there = (Path(adapter) / name).is_file()
         check(is_there, adapter, f"no adapter there, {name} is missing")
@@ -91,12 +109,12 @@ def check_4bit(in_4bit):
     return in_4bit
 
 
-def load_base_model(path, in_4bit=False, dtype=None):
+def load_base_model(path, in_4bit=False, **options):
     """A causal LM from safetensors files, its linear layers in 4 bits (NF4) if wanted.
-    dtype: of everything else, by default as `device_and_dtype` says. No code that comes with the
-    model is run. Raises DataError where it is damaged, or where 4 bits are not to be had."""
-    device, usual_dtype = device_and_dtype()
-    options = {"dtype": dtype or usual_dtype, "device_map": {"": device}, "use_safetensors": True}
+    options: dtype of everything else, by default as `device_and_dtype` says; config. No code that
+    comes with the model is run. Raises DataError for a damaged one, or if it cannot have 4 bits."""
+    device, dtype = device_and_dtype()
+    options = {"dtype": dtype, "device_map": {"": device}, "use_safetensors": True} | options
     if check_4bit(in_4bit):
         nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         nf4 |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": options["dtype"]}
@@ -122,6 +140,7 @@ def load_adapter(model, folder, is_trainable=False):
     check(not strangers, problem, f"{strangers} of its weights have no counterpart")
     is_finite = all(weight.isfinite().all() for weight in saved.values())
     check(is_finite, problem, "it holds numbers that are not finite")
+    check_adapter(model, folder)
     return model
 
 
@@ -137,21 +156,59 @@ def load_policy(path, adapter=None, in_4bit=False):
 
 def load_trainable(settings, adapter=None):
     """The Policy to train, with a fresh LoRA adapter or the one in the folder `adapter`.
-    Raises DataError, also for a model whose logits the loss would get wrong."""
+    Raises DataError where what is trained would not be what samples."""
     from peft import LoraConfig, get_peft_model
 
     path = locate(settings.model)
-    tokenizer, model = load_tokenizer(path), load_base_model(path, settings.load_in_4bit)
-    for name in ("final_logit_softcapping", "logit_scale"):
-        is_plain = not getattr(model.config, name, None)
-        check(is_plain, settings.model, f"models with {name} are not supported")
+    tokenizer = load_tokenizer(path)
+    model = load_base_model(path, settings.load_in_4bit, config=load_config(path))
+    check_logits(model, encode(tokenizer, " ".join(TAGS)), settings.model)
     if settings.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if adapter:
         return Policy(load_adapter(model, adapter, is_trainable=True), tokenizer)
-    shape = {"r": settings.lora_r, "lora_alpha": settings.lora_alpha}
-    lora = LoraConfig(**shape, target_modules=settings.lora_targets, task_type="CAUSAL_LM")
-    return Policy(get_peft_model(model, lora), tokenizer)
+    shape, where = {"r": settings.lora_r, "lora_alpha": settings.lora_alpha}, settings.lora_targets
+    lora = LoraConfig(**shape, target_modules=where, task_type="CAUSAL_LM")
+    with on_failure(f"--lora_targets {where}"), warnings.catch_warnings(action="ignore"):
+        model = get_peft_model(model, lora)
+        check_adapter(model, f"--lora_targets {where}")
+    return Policy(model, tokenizer)
+
+
+@torch.no_grad()
+def check_logits(model, ids, name):
+    """Refuse a model whose log-probabilities the loss, which takes hidden states in train mode to
+    the output embedding itself, would get wrong: scaled or capped logits, dropout (DataError)."""
+    ids = torch.tensor([ids], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits
+    with on_failure(f"{name}: not supported"):
+        states = model.train().base_model(input_ids=ids, use_cache=False).last_hidden_state
+        trained = model.get_output_embeddings()(states)
+    model.eval()
+    difference, largest = (logits - trained).abs().max(), logits.abs().max()
+    is_same = difference <= 4 * torch.finfo(logits.dtype).eps * largest
+    problem = f"its logits would be trained {difference:.2g} beside those that are sampled from"
+    check(is_same, name, f"not supported: {problem}")
+
+
+def check_adapter(model, where):
+    """Refuse an adapter of a matrix with two users: merging, for rollouts, would change both."""
+    users = Counter()
+    for module in model.modules():
+        users.update(map(id, module.parameters(recurse=False)))
+    is_shared = any(users[id(weight)] > 1 for weight in adapted_weights(model))
+    check(not is_shared, where, "it adapts the matrix that input and output embeddings share")
+
+
+def adapted_weights(model):
+    """The weights that change when a LoRA adapter is merged; some may be named twice."""
+    from peft.tuners.lora import LoraLayer
+
+    weights = []
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            weights += module.get_base_layer().parameters(recurse=False)
+    return weights
 
 
 @contextmanager
@@ -161,8 +218,7 @@ def inference_weights(model):
     was_training, weights = model.training, []
     model.eval()
     if model.dtype == torch.float32 and not getattr(model, "is_loaded_in_4bit", False):
-        adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
-        weights = [module.base_layer.weight for module in adapted]
+        weights = adapted_weights(model)
         kept = [weight.detach().clone() for weight in weights]
         model.merge_adapter()  # fewer bits would round the adapter away
     try:

@@ -111,7 +111,7 @@ def script(monkeypatch):
         stream = iter(ids)
 
         def draw(sampler, logits):
-            return torch.tensor([next(stream)])
+            return torch.tensor([next(stream)]), torch.zeros(1)
 
         monkeypatch.setattr(generation.Sampler, "__call__", draw)
 

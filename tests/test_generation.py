@@ -30,7 +30,7 @@ def test_no_token_goes_through_the_model_twice(tiny, world, monkeypatch):
     prompts = sum(len(t.prompt_ids) for t in done[::3])  # once for a group
     completions = sum(len(t.completion_ids) - 1 for t in done)  # nothing follows the last token
     assert len(answers) >= sum(t.search_depth for t in done) > 0
-    branches = sum(len(probe) + len(answer) - 1 for probe, answer in answers)
+    branches = sum(len(probe) + len(answer.ids) - 1 for probe, answer in answers)
     assert sum(seen) == prompts + completions + branches
 
 

@@ -2,11 +2,15 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
-from conftest import adamw, log_of, trainable
+from conftest import QUESTION, TINY_MODEL, WORLD, CountingRetriever, adamw, log_of, trainable
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import eval as evaluation
 import rollout as ro
 import train as tr
 from plumbing import models, options, runs
@@ -91,3 +95,172 @@ def test_merging_writes_an_ordinary_model(tmp_path):
         tr.main(arguments)
     with pytest.raises(DataError, match="--merge: needs --resume"):
         tr.main(["--merge", "x"])
+
+
+# Other models: what is trained must be what was sampled
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "bos_token_id": None}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": None}
+SMALL = "--max_turn_tokens 12 --max_context 200 --max_searches 1 --max_self_answer_tokens 5"
+
+
+def other_model(folder, kind, **more):
+    """A folder with a small model of random weights, of another kind, and the tiny tokenizer."""
+    tokenizer = models.load_tokenizer(TINY_MODEL)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **more)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def small_settings(folder, **more):
+    """Settings to train it, on short texts."""
+    words = [word.removeprefix("--") for word in SMALL.split()]
+    numbers = dict(zip(words[::2], map(int, words[1::2])))
+    return TrainSettings(model=folder, **numbers, **more)
+
+
+def updated(settings, steps=1, rate=0.05):
+    """[losses of each step] and the policy after them, on rollouts of one question."""
+    policy = models.load_trainable(settings)
+    optimizer, advantages, losses = adamw(policy.model), torch.linspace(-1, 1, 4), []
+    policy.model.train()
+    for step in range(steps):
+        with models.inference_weights(policy.model):
+            sampling = ro.Sampling(4, settings.temperature, step)
+            played = ro.rollout(policy, [QUESTION], CountingRetriever(), settings, sampling)
+        losses.append(tr.update(policy.model, optimizer, played, advantages, rate, settings))
+    return losses, policy
+
+
+ELSEWHERE = [
+    ("granite", {"logits_scaling": 8.0}),
+    ("granitemoe", {"logits_scaling": 8.0, "num_local_experts": 4}),
+    ("hyperclovax", {"logits_scaling": 8.0}),
+    ("cohere", {"logit_scale": 0.0625, "pad_token_id": 0}),
+    ("granite", {"logits_scaling": 1.001}),
+]
+
+
+@pytest.mark.parametrize("kind, more", ELSEWHERE)
+def test_logits_that_the_loss_would_get_wrong_are_refused(tmp_path, kind, more):
+    folder = other_model(tmp_path / "m", kind, **SHAPE, **more)
+    with pytest.raises(DataError, match="m: not supported: its logits would be trained"):
+        models.load_trainable(small_settings(folder))
+
+
+def test_dropout_that_no_setting_names_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load_config", AutoConfig.from_pretrained)
+    folder = other_model(tmp_path / "m", "gpt2", n_embd=32, n_layer=2, n_head=2)
+    with pytest.raises(DataError, match="its logits would be trained"):
+        models.load_trainable(small_settings(folder))
+
+
+WITH_DROPOUT = [
+    ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+    ("opt", {"hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.3}),
+    ("biogpt", {"hidden_size": 32, "intermediate_size": 64}),
+    ("xglm", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 2}),
+]
+WITH_DROPOUT[1][1].update(num_hidden_layers=2, num_attention_heads=2)
+WITH_DROPOUT[2][1].update(num_hidden_layers=2, num_attention_heads=2)
+
+
+@pytest.mark.parametrize("kind, more", WITH_DROPOUT)
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_no_dropout_where_log_probabilities_are_taken(tmp_path, kind, more, gradient_checkpointing):
+    """A fresh adapter has KL 0, and the gradient does not depend on a seed."""
+    folder, gradients = other_model(tmp_path / "m", kind, **more), []
+    checkpointing = {"gradient_checkpointing": gradient_checkpointing}
+    settings = small_settings(folder, beta=0.5, num_iterations=2, **checkpointing)
+    (losses,), policy = updated(settings, rate=0.0)
+    assert losses["kl"] == 0 and losses["clip_ratio"] == 0
+    assert losses["sampling_logp_difference/max"] < 1e-5
+    batch = {"input_ids": torch.tensor([[5, 6, 7, 8]])}
+    batch["completion_mask"] = torch.tensor([[0, 1, 1, 1]])
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        logps, _ = tr.per_token_logps(policy.model, batch, 1.0)
+        gradients.append(torch.autograd.grad(logps.sum(), trainable(policy.model)))
+    assert all(map(torch.equal, *gradients)) and any(g.any() for g in gradients[0])
+
+
+EXPERTS = [
+    ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 16}),
+    ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    ("olmoe", {"num_experts": 4}),
+]
+
+
+@pytest.mark.parametrize("kind, more", EXPERTS)
+def test_experts_are_trained_as_they_sample(tmp_path, kind, more):
+    """Their weights are no linear layers, and `all-linear` adapts them all the same."""
+    folder = other_model(tmp_path / "m", kind, **SHAPE, **more, num_experts_per_tok=2)
+    losses, policy = updated(small_settings(folder), steps=3)
+    assert losses[-1]["grad_norm"] > 0
+    assert max(row["sampling_logp_difference/max"] for row in losses) < 1e-4
+    fresh = models.load_base_model(folder).state_dict()
+    base = policy.model.unload().state_dict()
+    assert all(torch.equal(weight, base[name]) for name, weight in fresh.items())
+
+
+TIED = [".*lm_head", ".*embed_tokens", ".*(q_proj|lm_head)"]
+
+
+@pytest.mark.parametrize("targets", [*TIED, "nothing", "(", ".*norm"])
+def test_layers_that_cannot_have_an_adapter_are_one_line(tmp_path, monkeypatch, targets):
+    """The tiny model ties its embeddings: merging would change both."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"^--lora_targets {re.escape(targets)}: [^\n]+$"):
+        tr.main(["--lora_targets", targets])
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_untied_head_can_have_an_adapter(tmp_path):
+    folder = other_model(tmp_path / "m", "qwen2", tie_word_embeddings=False, **SHAPE)
+    losses, _ = updated(small_settings(folder, lora_targets=".*lm_head"), steps=3)
+    assert max(row["sampling_logp_difference/max"] for row in losses) < 1e-4
+
+
+def test_a_foreign_adapter_of_tied_embeddings_is_refused(tmp_path):
+    adapted = get_peft_model(
+        models.load_base_model(TINY_MODEL), LoraConfig(target_modules=["lm_head"])
+    )
+    adapted.save_pretrained(tmp_path, save_embedding_layers=False)
+    with pytest.raises(DataError, match="matrix that input and output embeddings share"):
+        models.load_policy(TINY_MODEL, tmp_path)
+
+
+def test_what_cannot_be_trained_is_refused_before_the_weights_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load_base_model", pytest.fail)
+    monkeypatch.chdir(tmp_path)
+    other_model(tmp_path / "state_space", "mamba", hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(DataError, match="only models with full attention"):
+        tr.main(["--model", "state_space"])
+    short = AutoConfig.for_model("qwen2", vocab_size=400, **SHAPE)
+    AutoModelForCausalLM.from_config(short).save_pretrained("short")
+    models.load_tokenizer(TINY_MODEL).save_pretrained("short")
+    for script in (tr.main, evaluation.main):
+        with pytest.raises(DataError, match="an id 470, the model 400 embeddings"):
+            script(["--model", "short", *files_of("questions", "corpus")])
+    assert not (tmp_path / "runs").exists()
+
+
+def files_of(*names):
+    """Options that name the shipped world's files."""
+    paths = {"questions": WORLD / "dev.jsonl", "corpus": WORLD / "dev_corpus.jsonl"}
+    return [word for name in names for word in (f"--{name}", str(paths[name]))]
+
+
+def test_sampling_and_training_agree_and_a_broken_merge_shows():
+    settings = small_settings(str(TINY_MODEL), temperature=0.7)
+    losses, policy = updated(settings, steps=3)
+    assert max(row["sampling_logp_difference/max"] for row in losses) < 1e-4
+    assert all(row["sampling_logp_difference/mean"] > 0 for row in losses)
+    sampling = ro.Sampling(4, 0.7)
+    with policy.model.disable_adapter():  # sampled without what is trained
+        policy.model.eval()
+        played = ro.rollout(policy, [QUESTION], CountingRetriever(), settings, sampling)
+    row = tr.update(policy.model, adamw(policy.model), played, torch.ones(4), 0.0, settings)
+    assert row["sampling_logp_difference/max"] > row["sampling_logp_difference/mean"] > 0.01

@@ -154,9 +154,9 @@ def test_sampling_and_training_agree_on_log_probabilities(lora, world, monkeypat
     drawn, draw = [], generation.Sampler.__call__
 
     def recording(sampler, logits):
-        tokens = draw(sampler, logits)
+        tokens, logps = draw(sampler, logits)
         drawn.append(logits.log_softmax(-1).gather(1, tokens[:, None])[0, 0].item())
-        return tokens
+        return tokens, logps
 
     monkeypatch.setattr(generation.Sampler, "__call__", recording)
     for question in world.questions[:4]:
