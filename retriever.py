@@ -23,11 +23,12 @@ from itertools import chain
 import numpy as np
 from rank_bm25 import BM25Okapi
 
+import reward
 from plumbing import data, files, indexes, search_http
 
-# Accents (as NFKD sets them apart), soft hyphens, joiners, direction marks. Vowel signs of Indian
-# and South-East Asian scripts are letters; each Chinese or Japanese character is a word.
-DROPPED = re.compile("[\u0300-\u036f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
+# Accents, as NFKD sets them apart. Vowel signs of Indian and South-East Asian scripts are letters;
+# each Chinese or Japanese character is a word.
+ACCENTS = re.compile("[\u0300-\u036f]")
 LETTER = r"[^\W_\u3040-\u30ff\u3400-\u9fff]|[\u0900-\u0963\u0966-\u0eff]"
 WORDS = re.compile(rf"[\u3040-\u30ff\u3400-\u9fff]|(?:{LETTER})+")
 
@@ -39,7 +40,8 @@ def tokenise(text):
     """
     if text.isascii():  # the same result, sooner
         return re.findall("[a-z0-9]+", text.lower())
-    return WORDS.findall(DROPPED.sub("", unicodedata.normalize("NFKD", text).casefold()))
+    text = unicodedata.normalize("NFKD", reward.visible(text)).casefold()
+    return WORDS.findall(ACCENTS.sub("", text))
 
 
 class BM25:

@@ -69,13 +69,31 @@ REWARDS = {
 HELP = "; ".join(f"{name}: {weights.about}" for name, weights in REWARDS.items())
 
 
+# For `str.translate`: control characters are blanks; format characters (joiners, direction marks,
+# soft hyphens), fillers and variation selectors are nothing.
+GLYPHLESS = dict.fromkeys([0x34F, 0x115F, 0x1160, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10)])
+for code in [*range(0x20000), *range(0xE0000, 0xE1000)]:
+    if category(chr(code)) in ("Cc", "Zl", "Zp"):
+        GLYPHLESS[code] = " "
+    elif category(chr(code)) == "Cf" or code >= 0xE0000:
+        GLYPHLESS[code] = None
+
+
+def visible(text):
+    """`text` as scoring, showing and searching see it, less what no eye can see.
+    >>> visible("Pa\u00adris\u200e\\n")
+    'Paris '
+    """
+    return text.translate(GLYPHLESS)
+
+
 @lru_cache(maxsize=1024)  # a group shares its golds, a trajectory its queries
 def normalize_answer(text, keep_lone_articles=True):
-    """`text` in lower case and NFC, without punctuation (ASCII's and Unicode's) and articles.
+    """What is `visible` in lower case and NFC, without punctuation (also Unicode's) and articles.
     >>> normalize_answer("The 1939–1945  war"), normalize_answer("A"), normalize_answer("?")
     ('19391945 war', 'a', '')
     """
-    text = normalize("NFC", text.lower())
+    text = normalize("NFC", visible(text).lower())
     text = "".join(c for c in text if c not in string.punctuation and category(c)[0] != "P")
     words = re.sub(r"\b(a|an|the)\b", " ", text).split()
     return " ".join(words or (text.split() if keep_lone_articles else []))

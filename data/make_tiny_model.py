@@ -95,6 +95,7 @@ STAGES = (
     Stage(400, 1e-3, SHARES_2, 0.01, papers_in_turn=True, falling_rate=True, look_up_known=True),
 )
 CHAT_TEMPLATE = (
+    "{# no instructions #}"  # said in plumbing/prompts.py to be meant so
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
 )
 

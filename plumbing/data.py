@@ -2,10 +2,9 @@
 
 import json
 import random
-import string
-import unicodedata
 from typing import NamedTuple
 
+import reward
 from plumbing.files import check, locate, read_jsonl
 
 
@@ -65,11 +64,6 @@ def load_corpus(path):
     return passages
 
 
-def is_blank(answer):
-    """True where scoring would find nothing: only punctuation, spaces, invisible characters."""
-    return all(c in string.punctuation or unicodedata.category(c)[0] in "CZP" for c in answer)
-
-
 def are_strings(value):
     """True for a list of nothing but strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -87,8 +81,11 @@ def load_questions(path, limit=None, needs_titles=False):
         golds = record["golden_answers"]
         golds = [golds] if isinstance(golds, str) else golds
         check(are_strings(golds), where, '"golden_answers" must be a string or a list of strings')
-        blank = all(map(is_blank, golds))
-        check(not blank, where, '"golden_answers" holds no answer, or only blank ones')
+        check(
+            reward.normalized_golds(golds),
+            where,
+            '"golden_answers" holds no answer, or only blank ones',
+        )
         metadata = {} if record.get("metadata") is None else record["metadata"]
         check(isinstance(metadata, dict), where, '"metadata" must be an object')
         titles = metadata.get("supporting_titles", [])

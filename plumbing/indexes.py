@@ -7,7 +7,7 @@ import numpy as np
 
 from plumbing.files import check, on_failure, replacing
 
-FORMAT = 1  # goes up when tokenise or the arrays change: an older index would silently find less
+FORMAT = 2  # goes up when tokenise or the arrays change: an older index would silently find less
 
 
 class Index(NamedTuple):

@@ -1,44 +1,80 @@
 """Prompts as token ids: chat templates, instructions from a file, and whether a question fits."""
 
 import re
+import sys
 from functools import partial
-from pathlib import Path
 
 from jinja2 import TemplateError
 
-from plumbing.files import DataError, check, locate, on_failure
+from plumbing.files import DataError, check, locate, on_failure, read_text
 from plumbing.models import encode
+
+NO_INSTRUCTIONS = "{# no instructions #}"  # in a template that leaves them out on purpose
 
 
 def read_instructions(path):
     """The text of the file --system_prompt. Raises DataError."""
     where = f"--system_prompt {path}"
     with on_failure(where):
-        text = Path(locate(path)).read_text(encoding="utf-8").strip()
+        text = read_text(locate(path)).strip()
     check(text, where, "the file is empty")
     return text
 
 
 def encode_prompt(tokenizer, question, system_prompt, prompt_style="auto"):
     """The prompt's ids: the model's own chat template, rendered once, or plain text.
-    A template that opens the first thought itself, as those of thinking models do, loses that: the
-    policy opens each of its turns. Raises DataError for a template that is missing or fails."""
-    if prompt_style == "plain" or (prompt_style == "auto" and tokenizer.chat_template is None):
+    Raises DataError for a template that is missing or fails."""
+    if is_plain(tokenizer, prompt_style):
         start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
         return start + encode(tokenizer, f"{system_prompt}\n\nQuestion: {question}\n")
-    check(tokenizer.chat_template, "--prompt_style chat", "this model has no chat template")
-    for token in tokenizer.all_special_tokens:  # a question must not end its own turn
+    for token in control_tokens(tokenizer):  # a question must not end its own turn
         question = question.replace(token, f"{token[0]} {token[1:]}")
+    text = render(tokenizer, question, system_prompt)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def is_plain(tokenizer, prompt_style):
+    """Whether prompts are plain text, as for base models, and not the model's chat template."""
+    return prompt_style == "plain" or (prompt_style == "auto" and tokenizer.chat_template is None)
+
+
+def control_tokens(tokenizer):
+    """The texts of special tokens, those that tokenizer.json alone calls so included."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return [token for token in {*tokenizer.all_special_tokens, *added} if token]
+
+
+def render(tokenizer, question, system_prompt):
+    """The chat template, filled in. One that opens the first thought itself, as those of thinking
+    models do, loses that: the policy opens each of its turns."""
+    check(tokenizer.chat_template, "--prompt_style chat", "this model has no chat template")
     messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": question}]
     merged = [{"role": "user", "content": f"{system_prompt}\n\n{question}"}]
-    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    fill_in = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     with on_failure("the model's chat template fails"):
         try:
-            text = render(messages)
+            text = fill_in(messages)
         except TemplateError:  # some know no system role
-            text = render(merged)
-    text = re.sub(r"<think>\s*(</think>\s*)?$", "", text)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+            text = fill_in(merged)
+    return re.sub(r"<think>\s*(</think>\s*)?$", "", text)
+
+
+def warn(tokenizer, system_prompt, prompt_style, task):
+    """Say, a line each, what may surprise in a model's prompts for a `data.Task`."""
+    found, texts = [], [question["question"] for question in task.questions[:100]]
+    texts += [passage["text"] for passage in getattr(task.retriever, "passages", [])[:100]]
+    if not is_plain(tokenizer, prompt_style) and NO_INSTRUCTIONS not in tokenizer.chat_template:
+        if system_prompt not in render(tokenizer, "?", system_prompt):
+            found.append("the model's chat template drops the instructions: --prompt_style plain")
+        if "strftime_now" in tokenizer.chat_template:
+            found.append("the model's chat template tells the date: runs change from day to day")
+    ids = [number for text in texts for number in encode(tokenizer, text)]
+    unknown = ids.count(tokenizer.unk_token_id) / max(len(ids), 1)
+    if unknown > 0.01:
+        share = f"{unknown:.0%} of what questions and passages say is unknown to the model"
+        found.append(f"{share}, whose tokenizer knows {len(tokenizer)} words")
+    for message in found:
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def check_questions(path, questions, tokenizer, settings, system_prompt):
