@@ -11,10 +11,8 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from plumbing.files import DataError  # noqa: E402
+from plumbing.files import DataError, check  # noqa: E402
 
 HUB = "https://huggingface.co/datasets"
 HOTPOTQA = "http://curtis.ml.cmu.edu/datasets/hotpot"
@@ -71,8 +69,9 @@ def size_of(path):
 
 def fetch(url, part):
     """Append to the file `part` what it lacks of the file at `url`. Raises DataError, OSError,
-    HTTPException.
-    """
+    HTTPException."""
+    from tqdm import tqdm  # here: converting needs no packages
+
     have = size_of(part)
     headers = {"User-Agent": "convert.py"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
@@ -87,15 +86,12 @@ def fetch(url, part):
                 return
             raise DataError(f"{url}: status {error.code} {error.reason!r:.60}") from None
     with response:
-        if response.headers.get_content_type() == "text/html":
-            raise DataError(f"{url}: a web page came back, not the file")
-        resumes = response.status == 206 and response.headers.get("Content-Range", "").startswith(
-            f"bytes {have}-"
-        )
-        if response.status != 200 and not resumes:
-            raise DataError(
-                f"{url}: status {response.status}, but not with the part that was asked for"
-            )
+        is_page = response.headers.get_content_type() == "text/html"
+        check(not is_page, url, "a web page came back, not the file")
+        sent = response.headers.get("Content-Range", "")
+        resumes = response.status == 206 and sent.startswith(f"bytes {have}-")
+        problem = f"status {response.status}, but not with the part that was asked for"
+        check(response.status == 200 or resumes, url, problem)
         start = have if resumes else 0  # a server without Range sends all of it again
         total = None if response.length is None else start + response.length
         bar = tqdm(desc=part.stem, initial=start, total=total, unit="B", unit_scale=True)
@@ -109,11 +105,10 @@ def fetch(url, part):
 
 def download(url, path, sha256, read):
     """Make the file at `url` the file `path`, which appears only when it is complete and checked.
-    Raises DataError.
 
     Until then it grows as `path`.part, which a later call goes on with. Checked are the length that
     the server names, and the SHA-256 or, where it is None, that `read` (which yields items) gets
-    through the file.
+    through the file. Raises DataError.
     """
     if path.exists():
         print(f"{path}: already there")
@@ -128,12 +123,11 @@ def download(url, path, sha256, read):
         except (OSError, HTTPException) as error:
             if size_of(part) > before:  # as long as it grows, go on
                 continue
+            reason = getattr(error, "reason", None) or error
             kept = f"{before:,} bytes are kept, the same command goes on from there; "
             kept = kept if size_of(part) else ""
-            raise DataError(
-                f"{url}: cannot be fetched: {getattr(error, 'reason', None) or error}; "
-                f"{kept}or get the file by other means and give its path"
-            ) from None
+            hint = f"{kept}or get the file by other means and give its path"
+            raise DataError(f"{url}: cannot be fetched: {reason}; {hint}") from None
     digest = hashlib.sha256()
     with open(part, "rb") as file:
         while block := file.read(1 << 20):

@@ -1,13 +1,16 @@
 """Converting question sets: a hand-written file of each shape, and every fault of one."""
 
 import json
+import os
 import random
 import re
+import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
 
+from plumbing import files
 from plumbing.data import load_corpus, load_questions
 from plumbing.files import DataError
 from retriever import BM25, recall
@@ -70,8 +73,11 @@ def hop(number, idx):
     return {"id": number, "question": "q", "answer": "a", "paragraph_support_idx": idx}
 
 
+TEXT = "paragraph_text"
+
+
 def paragraph(idx, title, text, is_supporting=True):
-    part = {"idx": idx, "title": title, "paragraph_text": text}
+    part = {"idx": idx, "title": title, TEXT: text}
     return part | {"is_supporting": is_supporting}
 
 
@@ -115,6 +121,36 @@ FLASHRAG = [NOBEL, WHAT_THEN]
 SHAPES = {"hotpotqa": HOTPOTQA, "2wiki": TWO_WIKI, "musique": MUSIQUE, "flashrag": FLASHRAG}
 
 
+def supported(number, idx, title, text, **more):
+    """A step of FlashRAG's MuSiQue: the hop with its paragraph."""
+    return hop(number, idx) | {"support_paragraph": paragraph(idx, title, text) | more}
+
+
+GREEN_STEPS = [
+    supported(460946, 10, "Green", "Green is an album by Steve Hillage."),
+    supported(294723, 5, "Miquette", "Miquette is married to Steve Hillage."),
+]
+GREEN = {
+    "id": "dev_0",
+    "question": "Who is the spouse of the Green performer?",
+    "golden_answers": ["Miquette Giraudy", "Miquette"],
+    "metadata": {"answerable": True, "question_decomposition": GREEN_STEPS},
+}
+
+
+def with_steps(steps, **metadata):
+    return GREEN | {"metadata": {"question_decomposition": steps} | metadata}
+
+
+def main(arguments):
+    """The exit code of `python data/convert.py` with these arguments."""
+    try:
+        files.run_script("convert.py", lambda: convert.main(arguments))
+    except SystemExit as leave:
+        return leave.code
+    return 0
+
+
 def text_of(name, items):
     if name in ("hotpotqa", "2wiki"):
         return json.dumps(items)
@@ -125,7 +161,7 @@ def run(tmp_path, name, content, *options):
     """Convert one file with this content. Returns the exit code."""
     file = tmp_path / "in.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return convert.main([name, str(file), "--out", str(tmp_path / "out"), *map(str, options)])
+    return main([name, str(file), "--out", str(tmp_path / "out"), *map(str, options)])
 
 
 def converted(tmp_path, name, items, *options):
@@ -210,6 +246,109 @@ def test_flashrag_with_passages_is_as_the_set_itself(tmp_path, name, key):
     assert as_flashrag == converted(tmp_path, name, SHAPES[name])
 
 
+def test_flashrag_musique_brings_its_supporting_paragraphs(tmp_path, capsys):
+    (question,), passages = converted(tmp_path, "flashrag", [GREEN])
+    assert question["metadata"]["supporting_titles"] == ["Green", "Miquette"]
+    assert question["metadata"]["hops"] == 2
+    assert question["golden_answers"] == GREEN["golden_answers"]
+    texts = [step["support_paragraph"]["paragraph_text"] for step in GREEN_STEPS]
+    assert [(p["title"], p["text"]) for p in passages] == list(zip(["Green", "Miquette"], texts))
+    out = capsys.readouterr().out
+    assert "2 paragraphs: 0 repeated, 0 without text" in out and "supporting title" not in out
+
+
+def test_flashrag_musique_keeps_all_metadata_but_the_paragraphs(tmp_path):
+    (question,), _ = converted(tmp_path, "flashrag", [GREEN])
+    kept = []
+    for step in GREEN_STEPS:
+        kept.append(step | {"support_paragraph": without(step["support_paragraph"], TEXT)})
+    expected = {"answerable": True, "question_decomposition": kept}
+    expected |= {"hops": 2, "supporting_titles": ["Green", "Miquette"]}
+    assert question["metadata"] == expected
+    assert converted(tmp_path, "flashrag", [question])[0] == [question], "a second time"
+
+
+def test_flashrag_musique_titles(tmp_path):
+    """In the order of the hops, each once, on one line, without a paragraph that supports none."""
+    steps = [
+        supported(1, 7, "Two\nlines", "a"),
+        supported(2, 3, "B", "b", is_supporting=False),
+        supported(3, 2.0, "A", "c"),
+        supported(4, 1, "Two lines", "d"),
+        supported(5, 7, "Two\nlines", "a"),
+    ]
+    (question,), passages = converted(tmp_path, "flashrag", [with_steps(steps)])
+    assert question["metadata"]["supporting_titles"] == ["Two lines", "A"]
+    assert question["metadata"]["hops"] == 5
+    titles = [(p["title"], p["text"]) for p in passages]
+    assert titles == [("Two lines", "a"), ("B", "b"), ("A", "c"), ("Two lines", "d")]
+
+
+def test_flashrag_musique_titles_that_are_given_stay(tmp_path):
+    item = with_steps(GREEN_STEPS, supporting_titles=["Other\none", "Green"], hops=4)
+    (question,), passages = converted(tmp_path, "flashrag", [item])
+    assert question["metadata"]["supporting_titles"] == ["Other one", "Green"]
+    assert question["metadata"]["hops"] == 4 and len(passages) == 2
+    for nothing in ([], None):
+        item = with_steps(GREEN_STEPS, supporting_titles=nothing, hops=None)
+        (question,), _ = converted(tmp_path, "flashrag", [item])
+        assert question["metadata"]["supporting_titles"] == ["Green", "Miquette"]
+        assert question["metadata"]["hops"] == 2
+
+
+NO_PARAGRAPH = [
+    None,
+    "x",
+    [],
+    {},
+    hop(1, 2),
+    hop(1, None) | {"support_paragraph": None},
+    hop(1, 2) | {"support_paragraph": "Green"},
+    hop(1, 2) | {"support_paragraph": [paragraph(2, "Green", "text")]},
+    hop(1, 2) | {"support_paragraph": {}},
+    hop(1, 2) | {"support_paragraph": paragraph(2, None, "text")},
+    hop(1, 2) | {"support_paragraph": paragraph(2, 1984, "text")},
+]
+
+
+@pytest.mark.parametrize("step", NO_PARAGRAPH)
+def test_flashrag_musique_step_without_a_paragraph_brings_none(tmp_path, step):
+    item = with_steps([step, GREEN_STEPS[0]])
+    (question,), passages = converted(tmp_path, "flashrag", [item])
+    assert question["metadata"]["supporting_titles"] == ["Green"]
+    assert question["metadata"]["hops"] == 2 and len(passages) == 1
+    assert question["metadata"]["question_decomposition"][0] == step
+
+
+@pytest.mark.parametrize("text", [None, 5, ["text"]])
+def test_flashrag_musique_paragraph_without_text_still_has_a_title(tmp_path, capsys, text):
+    steps = [supported(1, 2, "Green", text), GREEN_STEPS[1]]
+    (question,), passages = converted(tmp_path, "flashrag", [with_steps(steps)])
+    assert question["metadata"]["supporting_titles"] == ["Green", "Miquette"]
+    assert [p["title"] for p in passages] == ["Miquette"]
+    assert "1 questions have a supporting title that no paragraph has" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", ["x", 2, True, {"support_paragraph": [GREEN_STEPS[0]]}])
+def test_flashrag_decomposition_that_is_no_list_is_only_kept(tmp_path, steps):
+    (question,), passages = converted(tmp_path, "flashrag", [with_steps(steps)])
+    assert question["metadata"] == {"question_decomposition": steps} and passages is None
+
+
+def test_flashrag_unanswerable_is_left_out(tmp_path, capsys):
+    in_metadata = GREEN | {"id": "dev_1", "metadata": {"answerable": False}}
+    nobody = {"id": 2, "question": "Who?", "golden_answers": None, "answerable": False}
+    unknown = with_steps(GREEN_STEPS, answerable=None)
+    questions, passages = converted(tmp_path, "flashrag", [in_metadata, nobody, unknown])
+    assert [q["id"] for q in questions] == ["dev_0"] and len(passages) == 2
+    out = capsys.readouterr().out
+    assert "2 questions left out, unanswerable: " in out and "in.json, line 1, ..." in out
+    # As in `convert.py musique`, its paragraphs are part of the corpus
+    unanswerable = with_steps(GREEN_STEPS, answerable=False)
+    _, passages = converted(tmp_path, "flashrag", [NOBEL, unanswerable])
+    assert len(passages) == 2
+
+
 def test_flashrag_keeps_what_our_own_files_say(tmp_path):
     questions, _ = converted(tmp_path, "hotpotqa", HOTPOTQA)
     assert converted(tmp_path, "flashrag", questions)[0] == questions
@@ -252,7 +391,7 @@ def sample():
 
 
 def test_the_real_sample(sample, tmp_path):
-    assert convert.main(["hotpotqa", str(sample), "--out", f"{tmp_path}/"]) == 0
+    assert main(["hotpotqa", str(sample), "--out", f"{tmp_path}/"]) == 0
     questions = load_questions(tmp_path / f"{sample.stem}.jsonl")
     passages = load_corpus(tmp_path / f"{sample.stem}_corpus.jsonl")
     items = json.loads(sample.read_text(encoding="utf-8"))
@@ -303,7 +442,7 @@ def test_several_files_become_one(tmp_path):
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
     for path, item in zip(paths, HOTPOTQA):
         path.write_text(json.dumps([item]))
-    assert convert.main(["hotpotqa", *map(str, paths), "--out", f"{tmp_path}/out"]) == 0
+    assert main(["hotpotqa", *map(str, paths), "--out", f"{tmp_path}/out"]) == 0
     from_two = written(tmp_path)
     converted(tmp_path, "hotpotqa", HOTPOTQA)
     assert from_two == written(tmp_path)
@@ -397,7 +536,7 @@ def test_unusable_field(tmp_path, capsys, name, key, value, message):
 @pytest.mark.parametrize("name", ["missing.json", "."])
 def test_wrong_path(tmp_path, capsys, name):
     for set_name in ("hotpotqa", "musique"):
-        assert convert.main([set_name, str(tmp_path / name), "--out", f"{tmp_path}/out"]) == 2
+        assert main([set_name, str(tmp_path / name), "--out", f"{tmp_path}/out"]) == 2
         assert "cannot be read" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -421,11 +560,73 @@ def test_supporting_titles_without_a_paragraph_are_counted(tmp_path, capsys):
     assert "1 questions have a supporting title that no paragraph has" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["hotpotqa", "flashrag"])
+def test_supporting_title_whose_only_paragraph_is_blank_is_counted(tmp_path, capsys, name):
+    blank = BRIDGE | {"context": [EIFFEL, ["Gustave Eiffel", [" ", "\n"]]]}
+    if name == "flashrag":
+        blank = with_steps([supported(1, 2, "Green", " \n"), GREEN_STEPS[1]])
+    converted(tmp_path, name, [blank])
+    out = capsys.readouterr().out
+    assert "2 paragraphs: 0 repeated, 1 without text" in out
+    assert "1 questions have a supporting title that no paragraph has" in out
+
+
+def test_supporting_title_with_a_second_paragraph_that_is_not_blank(tmp_path, capsys):
+    context = [*BRIDGE["context"], ["Gustave Eiffel", [" "]]]
+    converted(tmp_path, "hotpotqa", [BRIDGE | {"context": context}])
+    assert "supporting title" not in capsys.readouterr().out
+
+
+# What pandas writes
+
+NUMBERS = '"pop": 12.0, "score": NaN, "low": -Infinity, "huge": 1e999, "share": 0.5, "list": [NaN]'
+
+
+def metadata_of(tmp_path):
+    """The metadata of the one question. No file may have NaN, Infinity, or 2.0 for 2."""
+    for content in map(bytes.decode, written(tmp_path)):
+        assert not re.search(r"NaN|Infinity|\d\.0\b", content)
+    (question,) = load_questions(tmp_path / "out.jsonl")
+    return question["metadata"]
+
+
+def test_pandas_numbers_in_lines(tmp_path):
+    text = text_of("flashrag", [GREEN]).replace('"answerable": true', NUMBERS)
+    assert run(tmp_path, "flashrag", text.replace('_idx": 10,', '_idx": 10.0,')) == 0
+    metadata = metadata_of(tmp_path)
+    numbers = {"pop": 12, "share": 0.5, "list": [None], "hops": 2}
+    assert metadata.keys() == {"question_decomposition", "supporting_titles", *numbers}
+    assert metadata == metadata | numbers
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "2wiki"])
+def test_pandas_numbers_in_an_array(tmp_path, name):
+    text = text_of(name, [SHAPES[name][0] | {"_id": "ID", "type": "TYPE", "level": "LEVEL"}])
+    text = text.replace('"ID"', "7.0").replace('"TYPE"', "NaN").replace('"LEVEL"', "2.0")
+    assert run(tmp_path, name, text) == 0
+    metadata = metadata_of(tmp_path)
+    assert metadata["level"] == 2 and "type" not in metadata
+
+
+def test_pandas_numbers_as_paragraph_ids(tmp_path):
+    """A column of whole numbers, one of them missing, becomes one of floats."""
+    text = re.sub(r'("paragraph_support_idx": \d+)', r"\1.0", json.dumps(THREE_HOPS))
+    assert run(tmp_path, "musique", text) == 0
+    (question,) = load_questions(tmp_path / "out.jsonl")
+    assert question["metadata"]["supporting_titles"] == ["First", "Second"]
+
+
+def test_number_that_is_none_cannot_be_an_answer(tmp_path, capsys):
+    content = json.dumps([BRIDGE]).replace('"Dijon"', "NaN")
+    message = 'item 1: "answer" must be a string, not NoneType'
+    check_refusal(tmp_path, capsys, "hotpotqa", content, message)
+
+
 def test_id_in_two_files(tmp_path, capsys):
     paths = [f"{tmp_path}/a", f"{tmp_path}/b"]
     for name in "ab":
         (tmp_path / name).write_text(text_of("flashrag", FLASHRAG))
-    assert convert.main(["flashrag", *paths, "--out", f"{tmp_path}/out"]) == 2
+    assert main(["flashrag", *paths, "--out", f"{tmp_path}/out"]) == 2
     err = capsys.readouterr().err
     assert "b, line 1: id 'test_0' was used before" in err and "one by one" in err
 
@@ -445,9 +646,9 @@ def mutate(value, rng):
 
 def test_mutated_files_raise_nothing_but_data_error(tmp_path):
     rng, path, good = random.Random(0), tmp_path / "f", 0
-    for i in range(500):
-        name = list(SHAPES)[i % 4]
-        items = json.loads(json.dumps(SHAPES[name]))
+    shapes = [*SHAPES.items(), ("flashrag", [GREEN])]
+    for i in range(600):
+        name, items = json.loads(json.dumps(shapes[i % len(shapes)]))
         if rng.random() < 0.9:
             if rng.random() < 0.5:
                 mutate(items[0], rng)
@@ -463,7 +664,7 @@ def test_mutated_files_raise_nothing_but_data_error(tmp_path):
         convert.write_all({tmp_path / "q": questions, tmp_path / "c": passages})
         load_questions(tmp_path / "q")
         assert not passages or load_corpus(tmp_path / "c")
-    assert 50 < good < 450
+    assert 50 < good < 550
 
 
 def test_failed_write_leaves_the_old_files(tmp_path, monkeypatch, capsys):
@@ -485,7 +686,7 @@ def test_the_input_is_never_overwritten(tmp_path, capsys):
     file = tmp_path / "q.jsonl"
     file.write_text(text_of("flashrag", FLASHRAG))
     before = file.read_bytes()
-    assert convert.main(["flashrag", str(file), "--out", str(tmp_path)]) == 2
+    assert main(["flashrag", str(file), "--out", str(tmp_path)]) == 2
     assert "choose another --out" in capsys.readouterr().err and file.read_bytes() == before
 
 
@@ -502,11 +703,71 @@ WRONG_OPTIONS = [
 
 @pytest.mark.parametrize("options", WRONG_OPTIONS)
 def test_wrong_options(options, capsys):
-    with pytest.raises(SystemExit) as caught:
-        convert.main(options.split())
-    assert caught.value.code == 2 and "error: " in capsys.readouterr().err
+    assert main(options.split()) == 2 and "error: " in capsys.readouterr().err
 
 
 def test_dev_must_leave_something(tmp_path, capsys):
     assert run(tmp_path, "hotpotqa", ARRAY, "--dev", 2) == 2
     assert "--dev 2: there are 2 questions" in capsys.readouterr().err
+
+
+# The command line
+
+
+def start(*command, cwd=None, **environment):
+    """Run `python`, as in a shell; returns the completed process."""
+    given = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    given |= {"PYTHONDONTWRITEBYTECODE": "1"} | environment
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=given, capture_output=True, timeout=60
+    )
+
+
+DATA = ROOT / "data"
+RUN = "import runpy, sys; sys.argv = ['x', '--help']; runpy.run_path({!r}, run_name='__main__')"
+
+
+@pytest.mark.parametrize("name", ["convert", "download"])
+def test_help_needs_no_package_and_no_folder(tmp_path, name):
+    script = DATA / f"{name}.py"
+    without_packages = ["-S"]
+    calls = [
+        start(*without_packages, script, "--help", cwd=tmp_path, PYTHONIOENCODING="ascii"),
+        start(*without_packages, script.name, "--help", cwd=DATA),
+        start(*without_packages, "-c", RUN.format(str(script)), cwd=tmp_path),
+    ]
+    for call in calls:
+        assert call.returncode == 0 and call.stderr == b"" and b"convert.py" in call.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_output_that_lacks_a_letter(tmp_path, encoding):
+    """What cannot be printed is a question mark; in the files all is as it was."""
+    folder = tmp_path / "\u6771"
+    folder.mkdir()
+    file = folder / "\u6771.jsonl"
+    items = [NOBEL | {"question": "\u6771?"}, WHAT_THEN | {"golden_answers": ["?"]}]
+    file.write_text(text_of("flashrag", items), encoding="utf-8")
+    command = [DATA / "convert.py", "flashrag", file, "--out", f"{folder}/out/"]
+    call = start(*command, PYTHONIOENCODING=encoding)
+    assert call.returncode == 0 and call.stderr == b""
+    assert b"1 questions (hops: 1 of ?)" in call.stdout and b"?.jsonl, line 2" in call.stdout
+    (question,) = load_questions(folder / "out" / "\u6771.jsonl")
+    assert question["question"] == "\u6771?"
+    file.write_text(text_of("flashrag", items[:1] * 2), encoding="utf-8")
+    call = start(*command, PYTHONIOENCODING=encoding)
+    assert call.returncode == 2 and call.stderr.count(b"\n") == 1
+    assert call.stderr.startswith(b"convert.py: ") and b"was used before" in call.stderr
+
+
+@pytest.mark.parametrize("options", [["f"], ["--download"]])
+def test_stopped(tmp_path, monkeypatch, capsys, options):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "download", stop)
+    monkeypatch.setattr(convert, "load", stop)
+    assert main(["hotpotqa", *options, "--out", str(tmp_path)]) == 130
+    err = capsys.readouterr().err
+    assert err == "\nconvert.py: stopped; a download goes on when the same command is run again\n"

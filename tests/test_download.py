@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from conftest import ROOT
+from test_convert import main
 
 from plumbing.data import load_questions
 from plumbing.files import DataError
@@ -202,7 +203,7 @@ def test_answer_that_is_not_the_file_leaves_the_part_alone(
 def test_no_network_is_one_line(tmp_path, capsys, monkeypatch):
     public = {"dev": ("http://nowhere.invalid/f.json", None)}
     monkeypatch.setitem(convert.PUBLIC, "hotpotqa", public)
-    assert convert.main(["hotpotqa", "--download", "--out", str(tmp_path)]) == 2
+    assert main(["hotpotqa", "--download", "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("convert.py: http://nowhere.invalid/f.json: cannot be fetched: ")
     assert err.count("\n") == 1 and names(tmp_path) == []
@@ -220,7 +221,7 @@ def test_server_that_is_none_cannot_write_to_the_terminal(tmp_path, capsys, monk
                 connection.sendall(b"\x1b[31mSSH-2.0\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        assert convert.main(["hotpotqa", "--download", "dev", "--out", str(tmp_path)]) == 2
+        assert main(["hotpotqa", "--download", "dev", "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.endswith("\n") and err[:-1].isprintable() and "SSH-2.0" in err
 
@@ -236,7 +237,7 @@ def test_server_that_hangs(server, get, monkeypatch):
 def test_download_and_convert(server, tmp_path, monkeypatch, capsys):
     public = {"train": (server.url, SHA256), "a/b": (server.url, None)}
     monkeypatch.setitem(convert.PUBLIC, "hotpotqa", public)
-    assert convert.main(["hotpotqa", "--download", "--out", str(tmp_path), "--limit", "20"]) == 0
+    assert main(["hotpotqa", "--download", "--out", str(tmp_path), "--limit", "20"]) == 0
     made = [f"{name}{end}" for name in ("a_b", "train") for end in (".json", ".jsonl")]
     assert names(tmp_path) == sorted([*made, "a_b_corpus.jsonl", "train_corpus.jsonl"])
     assert len(load_questions(tmp_path / "train.jsonl")) == 20
