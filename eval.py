@@ -42,9 +42,10 @@ class EvalSettings(RolloutSettings):
     temperature: float = setting(0.0, "0 is greedy", low=0)
     samples: int = setting(1, "trajectories per question, with a temperature above 0", low=1)
     batch_size: int = setting(32, "questions rolled out together", low=1)
-    limit: int | None = setting(None, "only the first so many questions", low=1)
+    limit: int | None = setting(None, "only the first so many questions; default: the run's", low=1)
     seed: int = setting(0, "of sampling and of the bootstrap", low=0)
     by: list[str] | None = setting(None, "metadata keys to group by; default: hops")
+    hotpot_rules: bool = setting(False, "F1 as HotpotQA has it: yes and no match in full or not")
     force_depth: list[int] | None = setting(None, "search exactly so often, for each number", low=0)
     out: str | None = setting(None, "JSON file for the report; default: eval.json")
     trajectories: str | None = setting(None, "saved trajectories to measure, instead of a policy")
@@ -94,11 +95,12 @@ def final_em(trajectory):
     return reward.exact_match(trajectory.answer, trajectory.question["golden_answers"])
 
 
-def mean_metrics(trajectories):
+def mean_metrics(trajectories, hotpot_rules=False):
     """The metrics of a list of Trajectory: means over them, of valid actions over their turns."""
     f1s, over_t0, valid = [], [], []
     for trajectory in trajectories:
-        f1s.append(reward.f1(trajectory.answer, trajectory.question["golden_answers"]))
+        golds = trajectory.question["golden_answers"]
+        f1s.append(reward.f1(trajectory.answer, golds, hotpot_rules))
         at_0 = trajectory.search_depth > 0 and is_right(trajectory.self_answer_0, trajectory)
         over_t0.append(at_0 or over_searched(trajectory))
         valid += reward.valid_steps(trajectory.steps)
@@ -116,35 +118,38 @@ def mean_metrics(trajectories):
     }
 
 
-def group_report(trajectories, seed):
+def group_report(trajectories, seed, hotpot_rules):
     """The metrics of a group, with 95% intervals; `n` counts questions, `trajectories` samples."""
     questions = [(t.question["id"], t.question["question"]) for t in trajectories]
     ems, depths = map(final_em, trajectories), [t.search_depth for t in trajectories]
     intervals = {"em": stats.bootstrap(questions, list(ems), seed)}
     intervals["sd"] = stats.bootstrap(questions, depths, seed)
     counts = {"n": len(set(questions)), "trajectories": len(trajectories)}
-    return mean_metrics(trajectories) | counts | {"ci": intervals}
+    return mean_metrics(trajectories, hotpot_rules) | counts | {"ci": intervals}
 
 
-def report(trajectories, settings=None, by=("hops",), seed=0):
+def report(trajectories, settings=None, by=("hops",), seed=0, hotpot_rules=False):
     """The R of `eval.json`: all metrics, overall and per group of the metadata keys `by` (under
     "hops", those with metadata.hard stand apart). Raises DataError where there is no trajectory."""
     files.check(trajectories, "no report", "there is no trajectory to report on")
-    result = group_report(trajectories, seed) | {"by": {}}
+    result = group_report(trajectories, seed, hotpot_rules) | {"by": {}}
     for key in by:
         groups = {}
         for trajectory in trajectories:
             groups.setdefault(data.group_of(trajectory.question, key), []).append(trajectory)
         if set(groups) != {"unknown"}:
             names = data.sorted_groups(groups)
-            result["by"][key] = {name: group_report(groups[name], seed) for name in names}
+            by_name = {name: group_report(groups[name], seed, hotpot_rules) for name in names}
+            result["by"][key] = by_name
     return result | {"depth": depth_against_need(trajectories), "settings": settings or {}}
 
 
 def depth_against_need(trajectories):
     """Searches made against searches needed (metadata.hops): what "adaptive" means; ours.
-    {"matrix": {needed, or "hard" (unknown): {made: count}}, "spearman", shares "under", "exact",
-    "over", "needless" (mean searches beyond the need), "n"}, or None where no hops are known."""
+    {"matrix": {needed, or "hard" (unknown): {made: count}}, "spearman", shares with fewer searches
+    than hops ("under"), as many ("exact"), more ("over"), "needless" (mean searches beyond the
+    need), "n"}, or None where no hops are known. Not to be mixed up with verdicts, which go by t_c.
+    """
     pairs = [(data.group_of(t.question, "hops"), t.search_depth) for t in trajectories]
     needs = [int(need) for need, _ in pairs if need.isdecimal()]
     depths = [made for need, made in pairs if need.isdecimal()]
@@ -194,7 +199,8 @@ def measure(policy, held_out, settings, run, moment):
     if not held_out.questions or moment in results:
         return results
     adapter, url = str(run / "adapter") if moment == "after" else None, settings.retriever_url
-    origin = {"model": settings.model, "adapter": adapter, "retriever": url or "BM25"}
+    retriever = url or type(held_out.retriever).__name__
+    origin = {"model": settings.model, "adapter": adapter, "retriever": retriever}
     origin |= {"seed": settings.seed, "load_in_4bit": settings.load_in_4bit}
     paths = {"questions": settings.eval_questions}
     if not url:
@@ -230,9 +236,13 @@ def read_trajectories(path):
     """[(Trajectory, Score)] of a file of trajectories. Raises DataError, OSError."""
     pairs = []
     for number, row in enumerate(files.read_log(path), start=1):
-        with files.on_failure(f"{path}: record {number} is no trajectory"):
+        where = f"{path}: record {number} is no trajectory"
+        with files.on_failure(where):
             score = reward.Score(*(row["score"][key] for key in ("parts", "t_c", "em", "f1")))
-            pairs.append((Trajectory.from_dict(row), score))
+            trajectory = Trajectory.from_dict(row)
+            turns, parts = max(len(trajectory.turns), 1), len(score.parts)
+            files.check(turns == parts, where, f"{parts} parts of its score for {turns} turns")
+            pairs.append((trajectory, score))
     files.check(pairs, path, "there is no complete line in it yet")
     return pairs
 
@@ -263,41 +273,42 @@ def load(args, config):
     prompts.warn(tokenizer, system_prompt_of(args), args.prompt_style, task)
     in_4bit = bool(config.get("load_in_4bit") and not args.model)
     origin = {"model": args.model or config.get("model"), "adapter": adapter}
-    origin |= {"retriever": url or "BM25", "load_in_4bit": in_4bit}
+    origin |= {"retriever": url or type(task.retriever).__name__, "load_in_4bit": in_4bit}
     return models.load_policy(model, adapter, in_4bit), task, origin, paths
 
 
-def look_at_policy(args, config):
-    """Roll a policy out, print and write the report, then show its trajectories."""
-    given = (args.model, args.adapter, args.questions, args.corpus, args.retriever_url, args.out)
-    is_own = bool(args.run) and not any(given) and not args.limit  # all of its held-out set
+def look_at_policy(args, config, is_own):
+    """Roll a policy out, print and write the report, then show its trajectories.
+    is_own: what is measured goes into the run's own tables."""
     out = Path(args.out or (f"{args.run}/eval.json" if is_own else "eval.json"))
     saved = files.read_json(out) if out.exists() else {}
     policy, task, origin, paths = load(args, config)
-    origin |= {name: getattr(args, name) for name in ("temperature", "samples", "seed", "limit")}
-    pairs, reports = [], {}
+    how = ("temperature", "samples", "seed", "limit", "hotpot_rules")
+    origin |= {name: getattr(args, name) for name in how}
+    pairs, reports, by = [], {}, args.by or ["hops"]
     for depth in sorted(set(args.force_depth)) if args.force_depth else [None]:
         sampling = Sampling(args.samples, args.temperature, args.seed, force_depth=depth)
         trajectories = evaluate(policy, task, args, sampling, args.batch_size)
         pairs += [(trajectory, trajectory.score()) for trajectory in trajectories]
         depends_on = provenance(origin | {"force_depth": depth}, paths, args)
-        reports[str(depth)] = report(trajectories, depends_on, args.by or ["hops"], args.seed)
+        reports[str(depth)] = report(trajectories, depends_on, by, args.seed, args.hotpot_rules)
     if is_own and not args.force_depth and args.temperature == 0:
         save_trajectories(Path(args.run) / runs.HELD_OUT, pairs)
     look.show_trajectories(args, pairs, look.save_reports(args, reports, out, saved, is_own))
 
 
 def look_at_saved(args, path):
-    """Show saved trajectories; those of a run with its tables and figures."""
+    """Show saved trajectories, if there is a `path`; those of a run with its tables and figures."""
     with files.on_failure(f"{args.run or path}: a damaged file", but=[OSError]):
-        pairs, sections = read_trajectories(path), []
+        pairs, sections = read_trajectories(path) if path else [], []
         if args.trajectories:
             trajectories, by = [trajectory for trajectory, _ in pairs], args.by or ["hops"]
-            result = report(trajectories, {"trajectories": str(path)}, by, args.seed)
+            origin = {"trajectories": str(path), "hotpot_rules": args.hotpot_rules}
+            result = report(trajectories, origin, by, args.seed, args.hotpot_rules)
             sections = look.print_report(result, f"{result['n']} questions")
         elif args.html:
             sections = page.run(args.run)
-        latest = Path(path).name == logs.SAMPLES  # the end of training
+        latest = Path(path or "").name == logs.SAMPLES  # the end of training
         look.show_trajectories(args, pairs, sections, latest)
 
 
@@ -310,25 +321,31 @@ def ask(policy, retriever, args):
 
 
 def main(arguments=None):
-    args = options.parse(EvalSettings, arguments, __doc__.splitlines()[0])
+    about = __doc__.splitlines()[0]
+    args = options.parse(EvalSettings, arguments, about)
     look.check_options(args)
     if args.compare or args.curves:
         return look.compare_runs(args, read_trajectories)
-    config, own, saved = {}, {}, args.trajectories
+    config, own, saved, limit = {}, {}, args.trajectories, None
     if args.run:
-        config = files.read_json(Path(args.run) / "config.json")
+        config = runs.read_config(args.run)
         own = asdict(options.read_config(RolloutSettings, args.run))
-    args = options.parse(EvalSettings, arguments, __doc__.splitlines()[0], own)
+        limit = None if args.questions else config.get("eval_limit")
+    others = (args.model, args.adapter, args.questions, args.corpus, args.retriever_url, args.out)
+    is_own = bool(args.run) and not any(others) and args.limit in (None, limit)
+    is_fresh = not is_own or bool(args.force_depth or args.temperature)
+    args = options.parse(EvalSettings, arguments, about, own | {"limit": limit})
     if args.ask:
         policy, task, _, _ = load(args, config)
         return ask(policy, task.retriever, args)
-    fresh = (args.model, args.adapter, args.questions, args.corpus, args.out, args.force_depth)
-    is_fresh = any(fresh) or args.limit or args.temperature
     if args.run and (args.show or args.html) and not saved and not is_fresh:
-        for name in (logs.SAMPLES, runs.HELD_OUT):  # the second one where there are both
-            if (Path(args.run) / name).exists():
-                saved = Path(args.run) / name
-    return look_at_saved(args, saved) if saved else look_at_policy(args, config)
+        found = [Path(args.run) / name for name in (runs.HELD_OUT, logs.SAMPLES)]
+        found = [path for path in found if path.exists()]
+        if found or args.html:
+            return look_at_saved(args, found[0] if found else None)
+    if saved:
+        return look_at_saved(args, saved)
+    look_at_policy(args, config, is_own and not runs.is_shipped(args.run))
 
 
 if __name__ == "__main__":

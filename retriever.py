@@ -156,6 +156,7 @@ def main(arguments=None):
     parser.add_argument("--host", default="127.0.0.1", help="for --serve (default: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="for --serve (default: 8000)")
     args = parser.parse_args(arguments)
+    files.check_writable("--save_index", args.save_index)
 
     questions = data.load_questions(args.questions) if args.questions else []
     retriever = BM25.load(args.load_index) if args.load_index else open_retriever(args.corpus)
@@ -165,6 +166,7 @@ def main(arguments=None):
         print(f"{len(questions)} questions: {'  '.join(found)}")
     if args.save_index:
         retriever.save(args.save_index)
+        print(f"index: {args.save_index}")
     if args.serve:
         server = search_http.make_server(retriever, args.host, args.port)
         with server, suppress(KeyboardInterrupt):

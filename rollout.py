@@ -157,6 +157,8 @@ class Trajectory:
     def from_dict(cls, row):
         """The inverse of `to_dict`, without token ids. Raises KeyError for a missing field."""
         question = {key: row[key] for key in ("id", "question", "golden_answers", "metadata")}
+        if isinstance(row["golden_answers"], str):  # one string will do
+            question["golden_answers"] = [row["golden_answers"]]
         same = {key: row[key] for key in ("self_answer_0", "stop", "seconds")}
         turns = [Turn(**turn) for turn in row["turns"]]
         return cls(question, turns, saved_tokens=row["tokens"], **same)

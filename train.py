@@ -288,11 +288,10 @@ def load_tasks(settings, checkpoint):
     for name, rows in ((settings.questions, questions), (settings.eval_questions, held_out)):
         prompts.check_questions(name, rows, tokenizer, settings, system_prompt_of(settings))
     retriever = eval_retriever = open_retriever(settings.corpus, settings.retriever_url)
-    if not settings.retriever_url:
-        problem = "one passage only: there is nothing to learn from searching in it"
-        files.check(len(retriever.passages) > 1, settings.corpus, problem)
-        if held_out and settings.eval_corpus != settings.corpus:
-            eval_retriever = open_retriever(settings.eval_corpus)
+    problem = "one passage only: there is nothing to learn from searching in it"
+    files.check(len(getattr(retriever, "passages", "ab")) > 1, settings.corpus, problem)
+    if held_out and settings.eval_corpus != settings.corpus and not settings.retriever_url:
+        eval_retriever = open_retriever(settings.eval_corpus)
     task = data.Task(questions, retriever)
     prompts.warn(tokenizer, system_prompt_of(settings), settings.prompt_style, task)
     return task, data.Task(held_out, eval_retriever)
@@ -334,7 +333,10 @@ def main(arguments=None):
     first_step = runs.load_optimizer(optimizer, checkpoint) if checkpoint else 0
     run = resumed or runs.new_run(settings)
     number = sum(parameter.numel() for parameter in parameters)
-    print(f"{run}: {weights.about}; {number:,} trainable parameters", flush=True)
+    state = (
+        "finished, " * (first_step == settings.steps) + f"{first_step} of {settings.steps} steps"
+    )
+    print(f"{run}: {weights.about}; {number:,} trainable parameters; {state}", flush=True)
     with runs.resumable(run):
         if first_step == 0:
             measure(policy, held_out, settings, run, "before")
@@ -343,7 +345,7 @@ def main(arguments=None):
         results = measure(policy, held_out, settings, run, "after")
         figures.plot_curves([run], run / "curves.png")
     if results:
-        print(tables.as_text(tables.before_after_rows(results)))
+        tables.show(tables.before_after_rows(results))
     print(f"curves: {run / 'curves.png'}   adapter: {run / 'adapter'}")
 
 

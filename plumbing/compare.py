@@ -1,12 +1,13 @@
 """Runs side by side: their reports over seeds, and their trajectories on the same questions."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from plumbing import show
 from plumbing.files import check, read_json
-from plumbing.runs import HELD_OUT
+from plumbing.runs import HELD_OUT, read_config
 from plumbing.tables import METRICS, groups_of, label, number
 
 # Entries of config.json that do not make another setting.
@@ -17,20 +18,45 @@ NO_SETTING |= {"sample_every", "save_every"}
 def load_arms(run_dirs):
     """{setting: [{"sampled": R, "greedy": R} a seed]} of runs, "before training" first; those that
     differ in the seed alone are one setting. Raises DataError or OSError for a file."""
-    before, after, configs = {}, {}, {}
+    before, after = {}, {}
+    loaded = load_runs(run_dirs)
+    configs, folders = [config for config, _ in loaded.values()], Counter(f.name for f in loaded)
+    starts = [before_training(*run) for run in loaded.values()]
+    doubles = Counter((setting_of(config, configs), config.get("seed")) for config in configs)
+    for (folder, (config, result)), start in zip(loaded.items(), starts):
+        name, seed = setting_of(config, configs), config.get("seed")
+        if doubles[name, seed] > 1:  # equal settings and seed: not to be averaged
+            name += f" {folder.name if folders[folder.name] == 1 else folder}"
+        before.setdefault(setting_of(start, starts), {}).setdefault(seed, result["before"])
+        after.setdefault(name, []).append(result["after"])
+    return {start: list(seeds.values()) for start, seeds in before.items()} | after
+
+
+def load_runs(run_dirs):
+    """{folder: (config.json, eval.json)} of runs; all were measured on the same questions."""
+    loaded, first = {}, None
     for folder in dict.fromkeys(map(Path, run_dirs)):
-        configs[folder] = {"reward": folder.name} | read_json(folder / "config.json")
-    for folder, config in configs.items():
-        result, path = read_json(folder / "eval.json"), folder / "eval.json"
+        config, path = read_config(folder, locate=False), folder / "eval.json"
+        config, result = {"reward": folder.name} | config, read_json(path)
         is_done = "before" in result and "after" in result
         check(is_done, path, 'no "before" and "after" in it: has this run ended?')
-        after.setdefault(setting_of(config, configs.values()), []).append(result["after"])
-        before.setdefault(config.get("model"), {})[config.get("seed")] = result["before"]
-    arms = {}
-    for model, seeds in before.items():
-        name = "before training" if len(before) == 1 else f"before training {model}"
-        arms[name] = list(seeds.values())
-    return arms | after
+        for report in [*result["before"].values(), *result["after"].values()]:
+            measured = report["n"], report["settings"].get("questions_sha256")
+            first = first or (path, measured)
+            problem = (
+                f"on {measured[0]} questions, {first[0]} on {first[1][0]} that are not the same"
+            )
+            check(measured == first[1], path, f"measured {problem}: not to be compared")
+        loaded[folder] = config, result
+    return loaded
+
+
+def before_training(config, result):
+    """The part of a run's settings that its reports before training depend on."""
+    names = {"model", "eval_corpus"}
+    for report in result["before"].values():
+        names |= report["settings"].keys() - {"questions", "corpus"}  # in a config: to train on
+    return {"reward": "before training"} | {key: config[key] for key in names & config.keys()}
 
 
 def setting_of(config, configs):
@@ -45,9 +71,11 @@ def setting_of(config, configs):
 
 
 def over_seeds(results, decoding, group, metric):
-    """(mean, standard deviation or None) over seeds; "average" is the mean over the groups."""
-    key, name = group
-    values = []
+    """(mean, standard deviation or None) over seeds; "average" is the mean over the groups, and
+    (None, None) for SE, which has no bound where a group hardly searches."""
+    (key, name), values = group, []
+    if name == "average" and metric == "se":
+        return None, None
     for result in results:
         reports = [groups_of(result[decoding]).get(group, {})] if decoding in result else []
         if reports and name == "average":
@@ -67,12 +95,16 @@ def groups_of_arms(arms):
 
 def compare_rows(arms):
     """`load_arms` as rows, laid out as the paper's Table 1: mean and deviation over seeds."""
-    rows = [["", *(title for title, _ in METRICS.values()), "runs"]]
+    rows, first = (
+        [["", *(title for title, _ in METRICS.values()), "runs"]],
+        next(iter(arms.values())),
+    )
     groups = groups_of_arms(arms)
     groups += [(groups[1][0], "average")] if len(groups) > 1 else []
     for decoding in ("sampled", "greedy"):
         for group in groups:
-            rows.append(f"{decoding}: {label(*group)}")
+            known = groups_of(first[0][decoding]).get(group) if decoding in first[0] else None
+            rows.append(f"{decoding}: {label(*group)}" + (f", n = {known['n']}" if known else ""))
             for name, results in arms.items():
                 row = ["  " + name]
                 for metric, (_, digits) in METRICS.items():

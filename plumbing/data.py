@@ -2,10 +2,13 @@
 
 import json
 import random
+from pathlib import Path
 from typing import NamedTuple
 
 import reward
 from plumbing.files import check, locate, read_jsonl
+
+SETS = ("hotpotqa", "2wiki", "musique", "flashrag")  # folders that data/convert.py fills
 
 
 class Task(NamedTuple):
@@ -72,8 +75,10 @@ def are_strings(value):
 def load_questions(path, limit=None, needs_titles=False):
     """The first `limit` questions of a JSONL file, as in `Task`. `golden_answers` (one string will
     do) needs one that is not blank; `metadata` may be absent. Raises DataError as `load_corpus`."""
-    questions, seen = [], {}
-    for where, record in read_jsonl(locate(path)):
+    questions, seen, path = [], {}, Path(locate(path))
+    how = f"python data/convert.py {path.parent.name} --download train dev --limit 20000"
+    check(path.exists() or path.parent.name not in SETS, path, f"is not there yet: {how}")
+    for where, record in read_jsonl(path):
         is_corpus = "question" not in record and ("contents" in record or "text" in record)
         check(not is_corpus, where, "this is a corpus, not a questions file")
         name, question = new_id(record, where, seen), text_of(record, "question", where)
@@ -81,11 +86,8 @@ def load_questions(path, limit=None, needs_titles=False):
         golds = record["golden_answers"]
         golds = [golds] if isinstance(golds, str) else golds
         check(are_strings(golds), where, '"golden_answers" must be a string or a list of strings')
-        check(
-            reward.normalized_golds(golds),
-            where,
-            '"golden_answers" holds no answer, or only blank ones',
-        )
+        problem = '"golden_answers" holds no answer, or only blank ones'
+        check(reward.normalized_golds(golds), where, problem)
         metadata = {} if record.get("metadata") is None else record["metadata"]
         check(isinstance(metadata, dict), where, '"metadata" must be an object')
         titles = metadata.get("supporting_titles", [])

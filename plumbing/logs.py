@@ -1,6 +1,7 @@
 """What a run says: a line of metrics a step, a progress bar, trackers, samples, warnings."""
 
 import math
+import secrets
 import sys
 import time
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ class Logbook:
         self.run, self.settings, self.warned = run, settings, set()
         drop_later_lines(run / SAMPLES, first_step)
         self.rows = drop_later_lines(run / METRICS, first_step)  # all metrics until now
-        self.report = open_tracker(run, settings)
+        self.report = open_tracker(run, settings, first_step)
         steps = range(first_step, settings.steps)
         self.bar = tqdm(steps, run.name, settings.steps, initial=first_step, disable=None)
 
@@ -69,7 +70,7 @@ class Logbook:
         for symptom in symptoms(self.rows, self.settings.max_searches):
             if symptom not in self.warned:
                 self.warned.add(symptom)
-                tqdm.write(f"warning, step {row['step']}: {symptom}", file=sys.stderr)
+                tqdm.write(f"warning, step {row['step'] + 1}: {symptom}", file=sys.stderr)
         check_updates(self.rows)
 
     def show_sample(self, step, trajectories, scores):
@@ -123,19 +124,25 @@ def symptoms(rows, max_searches):
     return found
 
 
-def open_tracker(run, settings):
-    """A function that sends a row of metrics to where --report_to says."""
+def open_tracker(run, settings, first_step=0):
+    """A function that sends a row of metrics to where --report_to says. A run that goes on from
+    `first_step` goes on there too: wandb knows it by an id, TensorBoard forgets the later steps."""
     if settings.report_to == "wandb":
         import wandb
 
-        tracker = wandb.init(project="autosearch", name=run.name, dir=run, config=asdict(settings))
+        path = run / "wandb_id"
+        if not path.exists():
+            files.write_text(path, secrets.token_hex(8))
+        where = {"project": "autosearch", "name": run.name, "dir": run}
+        where |= {"id": files.read_text(path), "resume": "allow"}
+        tracker = wandb.init(**where, config=asdict(settings))
         return lambda row: tracker.log(row, step=row["step"])
     if settings.report_to == "none":
         return lambda row: None
 
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(run / "tensorboard")
+    writer = SummaryWriter(run / "tensorboard", purge_step=first_step or None)
 
     def report(row):
         for key, value in row.items():

@@ -38,7 +38,8 @@ def save_reports(args, reports, out, saved, is_own):
     name, decoding = Path(args.run or args.model).name, "sampled" if args.temperature else "greedy"
     if args.force_depth:
         write_json(out, saved | {"forced": reports})
-        print(f"{tables.as_text(tables.forced_rows(reports))}\nreport: {out}")
+        tables.show(tables.forced_rows(reports))
+        print(f"report: {out}")
         figure = args.figure or out.with_name("forced_depth.png")
         figures.plot_forced(reports, figure, name)
         print(f"figure: {figure}")
@@ -46,35 +47,39 @@ def save_reports(args, reports, out, saved, is_own):
     result = reports["None"]
     new = {"eval": saved.get("eval", {}) | {decoding: result}} if is_own else {decoding: result}
     write_json(out, saved | new)
-    sections = print_report(result, f"{result['n']} questions, {decoding}")
+    rules = ", F1 by HotpotQA's rules" if args.hotpot_rules else ""
+    sections = print_report(result, f"{result['n']} questions, {decoding}{rules}")
     print(f"report: {out}")
     return sections
 
 
 def print_report(result, heading):
     """Print a report, and return it as sections of a page."""
-    print(tables.report_table(result))
+    print(f"{heading}\n{tables.LEGEND}\n\n{tables.report_table(result)}")
     return [page.report(result, heading)]
 
 
 def show_trajectories(args, pairs, sections, latest=False):
     """Print --show trajectories, from all over or the `latest`, and write the page."""
-    if args.show or args.html:
+    if pairs and (args.show or args.html):
         chosen, count = show.choose(pairs, args.where), args.show or 10
         chosen = chosen[-count:] if latest else show.spread(chosen, count)
+        articles = {"heading": "Trajectories", "note": show.VERDICTS}
+        sections = [*sections, articles | {"articles": page.cases({"": chosen})}]
         if args.show:
-            print("\n" + show.RULE.join(show.render_trajectory(*pair) for pair in chosen))
-        if args.html:
-            title = Path(args.run or args.trajectories or args.model).name
-            articles = {"heading": "Trajectories", "articles": page.cases({"": chosen})}
-            page.write(args.html, title, [*sections, articles])
+            texts = [show.render_trajectory(*pair) for pair in chosen]
+            print(show.RULE.join([f"\n{show.VERDICTS}", *texts]))
+    if args.html:
+        check(sections, args.run, "there is nothing to show yet")
+        page.write(args.html, Path(args.run or args.trajectories or args.model).name, sections)
 
 
 def compare_runs(args, read_trajectories):
     """`--compare` and `--curves`: tables, figures, the case study, a page."""
     run_dirs = args.compare or args.curves
-    default = Path(run_dirs[0]).parent / ("compare.png" if args.compare else "curves.png")
-    figure = args.figure or default
+    beside = Path(run_dirs[0]).parent  # of runs of one's own; shipped ones are left as they are
+    beside = beside if Path("runs").resolve() in Path(run_dirs[0]).resolve().parents else Path()
+    figure = args.figure or beside / ("compare.png" if args.compare else "curves.png")
     with on_failure(f"{', '.join(run_dirs)}: a damaged file", but=[OSError]):
         if args.curves:
             figures.plot_curves(run_dirs, figure)
@@ -86,7 +91,7 @@ def compare_runs(args, read_trajectories):
         is_there = forced or not args.reference
         check(is_there, f"--reference {args.reference}", "no report of --force_depth")
         rows = compare.compare_rows(arms)
-        print(tables.as_text(rows))
+        tables.show(rows)
         figures.plot_compare(arms, figure, forced)
         print(figure)
         cases, have_cases = {}, all((Path(run) / HELD_OUT).exists() for run in run_dirs)
@@ -95,11 +100,11 @@ def compare_runs(args, read_trajectories):
         for pairs in zip(*cases.values()) if args.show else ():
             texts = [show.render_trajectory(*pair) for pair in pairs]
             texts = [f"{name}\n\n{text}" for name, text in zip(cases, texts)]
-            print(show.RULE.join(["", *texts]))
+            print(show.RULE.join([f"\n{show.VERDICTS}", *texts]))
         if args.html:
             sections = [page.figure("Accuracy against depth", figures.plot_compare, arms, forced)]
             sections.append({"heading": "Mean and standard deviation over seeds", "rows": rows})
             if cases:
-                heading = "The same questions, side by side"
-                sections.append({"heading": heading, "articles": page.cases(cases)})
+                articles = {"heading": "The same questions, side by side", "note": show.VERDICTS}
+                sections.append(articles | {"articles": page.cases(cases)})
             page.write(args.html, "Comparison", sections)

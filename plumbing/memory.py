@@ -1,5 +1,6 @@
 """How much memory a step needs: computing logits a piece at a time, and measuring."""
 
+import math
 import sys
 import time
 from contextlib import contextmanager
@@ -23,11 +24,13 @@ def in_pieces(score, states, sampled, vocab_size):
 
 
 def peak_memory():
-    """Most GiB in use until now: of the GPU where there is one, else of this process."""
+    """Most GiB in use until now, of the GPU or else of this process; NaN where none can tell."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    from resource import RUSAGE_SELF, getrusage  # not there on Windows
-
+    try:
+        from resource import RUSAGE_SELF, getrusage
+    except ImportError:  # Windows
+        return math.nan
     return getrusage(RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 

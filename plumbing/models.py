@@ -17,6 +17,7 @@ warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
 import torch
 import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -43,7 +44,11 @@ def load_tokenizer(path):
     if os.path.isdir(path):
         has_config = os.path.isfile(os.path.join(path, "config.json"))
         check(has_config, path, "no model folder, config.json is missing")
-    with on_failure(f"{path}: neither a model folder nor a model of the hub"):
+    answers, silence = [HfHubHTTPError, HFValidationError], f"cannot reach the hub for {path}"
+    with (
+        on_failure(f"{path}: neither a model folder nor a model of the hub"),
+        on_failure(f"{silence} (or give a folder)", but=answers),
+    ):
         if not os.path.isdir(path) and not try_to_load_from_cache(path, "config.json"):
             HfApi().model_info(path, timeout=3)  # once; below, each file would be asked for
     with on_failure(f"{path}: no model with a tokenizer"):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from transformers import HfArgumentParser
 
-from plumbing import models
+from plumbing import models, runs
 from plumbing.files import ROOT, DataError, check, read_json
 
 
@@ -56,7 +56,7 @@ def parse(kind, arguments, description, defaults=None):
 
 def read_config(kind, run):
     """The settings object, of dataclass `kind`, in a run's config.json. Raises DataError."""
-    config = read_json(Path(run) / "config.json")
+    config = runs.read_config(run)
     known = [option.name for option in fields(kind) if option.name in config]
     settings = kind(**{name: config[name] for name in known})
     check_ranges(settings)
@@ -100,7 +100,9 @@ def parse_training(kind, arguments, description):
         words = [word.split("=")[0] for word in (sys.argv[1:] if arguments is None else arguments)]
         given = [word for word in words if word[:2] == "--" and word not in ("--resume", "--merge")]
         where = f"--resume takes all settings from {settings.resume}"
-        check(not given, where, f"leave out {', '.join(given)}")
+        longer = "a longer run is a new one, since the learning rate falls to 0 at the last step; "
+        problem = (longer if "--steps" in given else "") + f"leave out {', '.join(given)}"
+        check(not given, where, problem)
         resumed = read_config(kind, settings.resume)
         resumed.merge = settings.merge
         return resumed, Path(settings.resume)

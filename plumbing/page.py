@@ -70,6 +70,8 @@ def write(path, title, sections):
     """Fill in page.html; everything in it is escaped. Raises OSError."""
     from jinja2 import Environment
 
+    for section in [section for section in sections if "rows" in section][:1]:
+        section["note"] = tables.LEGEND
     source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True).from_string(source)
     write_text(path, template.render(title=title, sections=sections))

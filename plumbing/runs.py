@@ -19,6 +19,7 @@ from plumbing import files, models
 from plumbing.files import ROOT, DataError, check, new_folder, on_failure
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "rank-bm25", "numpy")
+FILES = {"model", "corpus", "questions", "eval_corpus", "eval_questions", "system_prompt"}
 HELD_OUT = "eval_trajectories.jsonl"  # of a run: greedy, after training
 
 
@@ -38,6 +39,21 @@ def new_run(settings):
     with new_folder(run) as folder:
         files.write_json(folder / "config.json", config)
     return run
+
+
+def read_config(run, locate=True):
+    """A run's config.json. locate: look for the files it names also where it was started."""
+    path = Path(run) / "config.json"
+    check(path.is_file(), path, "is not there: no such run")
+    config = files.read_json(path)
+    for name in FILES & config.keys() if locate else ():
+        config[name] = config[name] and files.locate(config[name], run)
+    return config
+
+
+def is_shipped(run):
+    """Whether a run is one of those that come with the project, which nothing may change."""
+    return ROOT / "data" in Path(run).resolve().parents
 
 
 def versions():

@@ -13,7 +13,8 @@ from plumbing.data import are_strings, check_queries, split_contents
 from plumbing.files import check
 
 # Limits of our server: bytes, queries, passages each, characters of a query, seconds of silence.
-MAX_BODY, MAX_QUERIES, MAX_K, MAX_QUERY, MAX_SECONDS = 1 << 20, 1024, 100, 10_000, 20
+MAX_BODY, MAX_QUERIES, MAX_K, MAX_QUERY, MAX_SECONDS = 1 << 24, 16_384, 100, 10_000, 20
+AT_ONCE = 1024  # queries that the retriever is given in one call
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -81,8 +82,8 @@ def answer(body, retriever):
     """(status, JSON-ready reply) of our server to a request's body."""
     try:
         request = json.loads(body)
-        queries, k = request["queries"], request.get("topk")
-        with_scores, k = request.get("return_scores"), 3 if k is None else k
+        queries, k = request["queries"], request.get("topk") or 3  # 0 and null, as there
+        with_scores = request.get("return_scores")
         good = are_strings(queries) and len(queries) <= MAX_QUERIES and type(k) is int
         good = good and 1 <= k <= MAX_K and all(len(query) <= MAX_QUERY for query in queries)
     except MALFORMED:
@@ -91,7 +92,9 @@ def answer(body, retriever):
         limits = f"at most {MAX_QUERIES} queries of {MAX_QUERY} characters, topk 1 to {MAX_K}"
         usage = '{"queries": [str], "topk": 3, "return_scores": true}'
         return 400, {"error": f"expected {usage}, {limits}"}
-    results = retriever.search(queries, k)
+    results = []
+    for start in range(0, len(queries), AT_ONCE):
+        results += retriever.search(queries[start : start + AT_ONCE], k)
     for hits in results:
         for i, hit in enumerate(hits):
             score = hit.pop("score")

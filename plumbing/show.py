@@ -18,6 +18,8 @@ from plumbing.files import check, on_failure
 KINDS = {"question": ("1", 3), "gold": ("1", 1), "think": ("2", 3), "invalid": ("31", 3)}
 KINDS |= {"search": ("36", 1), "passage": ("90", 1), "right": ("32", 2), "wrong": ("33", 2)}
 KINDS |= {"reward": ("35", 1), "verdict": ("1", 1)}
+VERDICTS = """Verdicts: over, it searched on after t_c, the first search with a right self-answer;
+under, no answer was ever right; exact, neither."""
 RULE = "\n\n" + "-" * 60 + "\n\n"
 NAMES = "hops hard id em f1 t_c reward search_depth stop tokens verdict".split()
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le}
@@ -42,15 +44,30 @@ def answer_line(name, raw, golds):
     return name, text + scores, "right" if em else "wrong"
 
 
-def turn_lines(number, turn, is_valid, golds):
-    """A turn as lines (name, text, kind), without its reward."""
-    lines = [(f"{number} invalid", turn.text, "invalid")]
-    if is_valid:
+def why_invalid(text, last):
+    """What makes a turn's format invalid, in a few words."""
+    kind, _ = reward.parse_action(text)
+    if reward.is_valid_step(text, last):
+        return "a query much like an earlier one"
+    if kind is None:
+        return "no search and no answer"
+    if last and kind == "search":
+        return "a search where only an answer was left"
+    is_open = re.match(r"\s*<think>", text)
+    return "text outside the tags, or a tag inside others" if is_open else "no thought first"
+
+
+def turn_lines(number, turn, problem, golds):
+    """A turn as lines (name, text, kind), without its reward. problem: why it is invalid, if so."""
+    lines = [(f"{number} invalid", f"{problem}: {turn.text}", "invalid")]
+    if not problem:
         lines = [(f"{number} think", re.split("</?think>", turn.text)[1], "think")]
     if turn.action == "answer":
         lines.append(answer_line("answer", turn.text, golds))
     if turn.searched:
         lines.append(("search", turn.query, "search"))
+    if turn.searched and not turn.passages:
+        lines.append(("", "nothing found", "passage"))
     for passage in turn.passages:
         lines.append(("", f"{passage['title']}: {passage['text']}", "passage"))
     if turn.self_answer is not None:
@@ -70,7 +87,8 @@ def describe(trajectory, score):
     for i, turn in enumerate(trajectory.turns):
         parts = [f"{name} {value:+.3f}" for name, value in score.parts[i].items() if value]
         text = f"{'  '.join(parts)}  = {score.steps[i]:+.3f}"
-        blocks.append([*turn_lines(i + 1, turn, valid[i], golds), ("reward", text, "reward")])
+        problem = None if valid[i] else why_invalid(turn.text, i + 1 == len(valid))
+        blocks.append([*turn_lines(i + 1, turn, problem, golds), ("reward", text, "reward")])
     depth = f"t_c {score.t_c}, searches made {trajectory.search_depth}"
     text = f"{verdict(trajectory, score)} search: {depth}, needed: {group_of(question, 'hops')}"
     total = f"reward {score.total:+.3f}, EM {score.em:.0f}, F1 {score.f1:.2f}"

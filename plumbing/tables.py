@@ -1,12 +1,19 @@
 """Reports as tables: lists of rows, each a list of cells, or a string that heads those after it."""
 
 METRICS = {"em": ("EM", 3), "f1": ("F1", 3), "sd": ("SD", 2), "se": ("SE", 3), "osr": ("OSR", 3)}
+LEGEND = """EM: exact match. F1: word overlap. SD: search depth, searches a question. SE: search
+efficiency, EM / SD. OSR: over-search ratio, share with a right self-answer before the last one."""
 REPORT_HEAD = " EM 95% F1 SD 95% SE OSR OSR_t0 valid tokens sec n".split(" ")
 
 
 def number(value, digits=3):
     """A number as a cell; "-" for None."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def show(rows):
+    """Print rows below what their columns mean."""
+    print(f"{LEGEND}\n\n{as_text(rows)}")
 
 
 def as_text(rows):
@@ -31,7 +38,7 @@ def groups_of(result):
 
 def label(key, name):
     """How a group is called in tables and figures."""
-    if name in ("all", "hard", "average"):
+    if not key or name == "average" or (key, name) == ("hops", "hard"):
         return name
     return f"needs {name}" if key == "hops" else f"{key} {name}"
 
@@ -58,9 +65,9 @@ def depth_rows(depth):
 
 def depth_line(depth):
     """The summary of depth against need."""
-    shares = [f"{key} {depth[key]:.3f}" for key in ("under", "exact", "over")]
-    needless = f"needless searches {depth['needless']:.2f}"
-    return "   ".join([*shares, needless, f"rank correlation {number(depth['spearman'], 2)}"])
+    shares = f"fewer than needed {depth['under']:.3f}   as needed {depth['exact']:.3f}"
+    shares += f"   more {depth['over']:.3f}   needless searches {depth['needless']:.2f}"
+    return f"{shares}   rank correlation {number(depth['spearman'], 2)}"
 
 
 def report_table(result):

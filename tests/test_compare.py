@@ -1,5 +1,7 @@
 """plumbing/compare.py: runs over seeds, and on the same questions."""
 
+from pathlib import Path
+
 import pytest
 from builders import make_run, question, scored, searching
 
@@ -27,7 +29,7 @@ def test_compare_averages_seeds_and_keeps_settings_apart(tmp_path):
 def test_runs_of_different_models_were_different_before_training(tmp_path):
     folders = [make_run(tmp_path / name, model=name) for name in ("small", "large")]
     arms = compare.load_arms([*folders, folders[0]])  # named twice, counted once
-    before = ["before training small", "before training large"]
+    before = ["before training model=small", "before training model=large"]
     assert list(arms) == [*before, "autosearch model=small", "autosearch model=large"]
     assert [len(results) for results in arms.values()] == [1] * 4
 
@@ -47,7 +49,7 @@ def test_compare_average_is_over_groups():
         return compare.over_seeds([{"greedy": uneven}], "greedy", ("hops", "average"), metric)
 
     assert over("em") == (0.75, None)
-    assert over("se") == (0.25, None)
+    assert over("se") == (None, None), "a group that hardly searches would rule the mean"
     assert over("f1") == (None, None)
 
 
@@ -74,3 +76,54 @@ def test_runs_without_a_question_in_common(tmp_path):
     (tmp_path / "b" / runs.HELD_OUT).unlink()
     with pytest.raises(files.DataError, match="python eval.py --run .*b writes it"):
         compare.side_by_side(folders, evaluation.read_trajectories, 2)
+
+
+def remeasured(run, n=None, **settings):
+    """The run's reports as if they had been made on other questions."""
+    path = Path(run) / "eval.json"
+    results = files.read_json(path)
+    for moment in ("before", "after"):
+        for report in results[moment].values():
+            report["n"] = n or report["n"]
+            report["settings"] |= settings
+    files.write_json(path, results)
+    return run
+
+
+def test_runs_on_other_questions_are_refused(tmp_path):
+    a, b = (make_run(tmp_path / name, seed=i) for i, name in enumerate("ab"))
+    assert len(compare.load_arms([a, b])) == 2
+    for other in ({"n": 6}, {"questions_sha256": "0"}):
+        remeasured(b, **other)
+        with pytest.raises(files.DataError, match=f"{b}/eval.json: measured on .* not to be comp"):
+            compare.load_arms([a, b])
+        assert len(compare.load_arms([b])) == 2
+
+
+def test_equal_settings_and_seeds_stand_side_by_side(tmp_path):
+    """A planted bug beside the right code: an average would hide it."""
+    right = make_run(tmp_path / "right")
+    bug = make_run(tmp_path / "bug", depth=3)
+    third = make_run(tmp_path / "third", seed=1)
+    arms = compare.load_arms([right, bug, third])
+    assert list(arms) == ["before training", "autosearch right", "autosearch bug", "autosearch"]
+    assert [len(results) for results in arms.values()] == [2, 1, 1, 1]
+    (tmp_path / "other").mkdir()
+    namesake = make_run(tmp_path / "other" / "right")
+    names = list(compare.load_arms([right, namesake]))
+    assert names == ["before training", f"autosearch {right}", f"autosearch {namesake}"]
+
+
+def test_what_was_measured_otherwise_before_training_stands_apart(tmp_path):
+    a, b = (make_run(tmp_path / name, topk=topk) for name, topk in (("a", 3), ("b", 5)))
+    for run, topk in ((a, 3), (b, 5)):
+        remeasured(run, topk=topk)
+    names = list(compare.load_arms([a, b]))
+    assert names[:2] == ["before training topk=3", "before training topk=5"]
+
+
+def test_the_comparison_says_n(tmp_path):
+    rows = compare.compare_rows(compare.load_arms([make_run(tmp_path / "a")]))
+    heads = [row for row in rows if isinstance(row, str)]
+    assert heads[:2] == ["sampled: all, n = 12", "sampled: needs 1, n = 4"]
+    assert "sampled: average" in heads

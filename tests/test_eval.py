@@ -324,3 +324,142 @@ def test_a_run_keeps_what_was_measured_on_its_own_questions(
         with pytest.raises(files.DataError, match=f"^{re.escape(message)}"):
             evaluation.main(["--run", str(run), *late.split()])
     assert not played, "refused before the rollouts"
+
+
+# A run's own questions, and what is shown of a run that is not whole
+
+
+@pytest.fixture
+def own_run(tmp_path, monkeypatch, no_weights):
+    """A run that was measured on the first two of four questions; the folder is the current one."""
+    monkeypatch.chdir(tmp_path)
+    questions, corpus = small_task(tmp_path, [question(f"q{i}", hops=i % 2) for i in range(4)])
+    own = {"eval_questions": questions, "eval_corpus": corpus, "eval_limit": 2}
+    finished_run(tmp_path / "run", 1, model="data/tiny_model", **own)
+    (tmp_path / "run" / "adapter").mkdir()
+    monkeypatch.setattr(models, "check_model", lambda *args: None)
+
+    def scripted(policy, questions, retriever, settings, sampling):
+        return [searching(1, q, "Lovelace") for q in questions]
+
+    monkeypatch.setattr(evaluation, "rollout", scripted)
+    return tmp_path / "run"
+
+
+def test_a_run_is_measured_on_its_own_questions_unless_told_otherwise(own_run):
+    evaluation.main(["--run", "run"])
+    report = files.read_json(own_run / "eval.json")["eval"]["greedy"]
+    assert report["n"] == report["settings"]["limit"] == 2
+    before = (own_run / "eval.json").read_bytes(), (own_run / runs.HELD_OUT).read_bytes()
+    for other in (
+        "--limit 3",
+        "--questions q.jsonl",
+        "--corpus c.jsonl",
+        "--limit 1 --html p.html",
+    ):
+        evaluation.main(["--run", "run", *other.split()])
+        assert (
+            files.read_json("eval.json")["greedy"]["n"]
+            == {"3": 3, "q": 4, "c": 2, "1": 1}[other.split()[1][0]]
+        )
+    after = (own_run / "eval.json").read_bytes(), (own_run / runs.HELD_OUT).read_bytes()
+    assert before == after, "what was measured on others never lands in the run's tables"
+    evaluation.main(["--run", "run", "--limit", "2", "--temperature", "1"])
+    assert files.read_json(own_run / "eval.json")["eval"]["sampled"]["n"] == 2
+
+
+def test_f1_by_hotpotqas_rules_is_said_in_the_report(own_run, capsys):
+    cases = [searching(1, question() | {"golden_answers": ["yes"]}, "yes, both")]
+    evaluation.save_trajectories("saved.jsonl", scored(cases))
+    for rules, f1 in ((False, 2 / 3), (True, 0)):
+        report = evaluation.report(cases, hotpot_rules=rules)
+        assert report["f1"] == pytest.approx(f1)
+        evaluation.main(["--trajectories", "saved.jsonl", "--hotpot_rules", str(rules)])
+        assert f"  {f1:.3f}  " in capsys.readouterr().out
+        evaluation.main(["--run", "run", "--hotpot_rules", str(rules), "--out", "o.json"])
+        assert files.read_json("o.json")["greedy"]["settings"]["hotpot_rules"] is rules
+        assert ("HotpotQA's rules" in capsys.readouterr().out) is rules
+
+
+def test_a_run_shows_what_is_there(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = finished_run(tmp_path / "run", 1)
+    (tmp_path / "run" / runs.HELD_OUT).unlink()
+    evaluation.main(["--run", run, "--html", "p.html"])
+    page = (tmp_path / "p.html").read_text()
+    assert "Training curves" in page and "1.000" in page and "Trajectories" not in page
+    assert page.index("search depth") < page.index("<table>")
+    with pytest.raises(files.DataError, match="nothing to evaluate"):
+        evaluation.main(["--run", run, "--show", "1"])
+    for name in ("eval.json", "metrics.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(files.DataError, match="there is nothing to show yet"):
+        evaluation.main(["--run", run, "--html", "p.html"])
+
+
+def test_a_shipped_run_is_left_as_it_is(own_run, monkeypatch):
+    before = {path: path.read_bytes() for path in own_run.iterdir() if path.is_file()}
+    monkeypatch.setattr(runs, "ROOT", own_run.parent)
+    assert not runs.is_shipped(own_run)
+    (own_run.parent / "data").mkdir()
+    shipped = own_run.rename(own_run.parent / "data" / "run")
+    evaluation.main(["--run", "data/run"])
+    assert files.read_json("eval.json")["greedy"]["n"] == 2
+    evaluation.main(["--run", "data/run", "--force_depth", "1"])
+    assert (own_run.parent / "forced_depth.png").exists()
+    after = {path.name: path.read_bytes() for path in shipped.iterdir() if path.is_file()}
+    assert after == {path.name: text for path, text in before.items()}
+
+
+# Records that contradict themselves
+
+
+def test_records_that_contradict_themselves_are_one_line(tmp_path, capsys):
+    path = str(tmp_path / "saved.jsonl")
+    for spoil in (
+        lambda row: row["score"]["parts"].pop(),
+        lambda row: row["turns"].pop(),
+        lambda row: row["turns"][0].pop("text"),
+        lambda row: row["score"].pop("parts"),
+        lambda row: row["turns"][0].update(text=3),
+        lambda row: row["turns"][0].update(passages=["x"]),
+        lambda row: row.update(question=None),
+        lambda row: row.update(metadata=None),
+        lambda row: row["score"]["parts"][0].update(format="x"),
+    ):
+        evaluation.save_trajectories(path, scored([searching(2, question(hops=1))]))
+        row = json.loads((tmp_path / "saved.jsonl").read_text())
+        spoil(row)
+        files.write_jsonl(path, [row])
+        with pytest.raises(SystemExit) as stopped:
+            show = ["--trajectories", path, "--show", "1"]
+            files.run_script("eval.py", lambda show=show: evaluation.main(show))
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.count("\n") == 1 and path in error
+
+
+def test_a_gold_answer_given_as_a_string_is_one_answer(tmp_path, capsys):
+    path = tmp_path / "saved.jsonl"
+    case = searching(1, question() | {"golden_answers": "Gold"}, "Gold")
+    evaluation.save_trajectories(path, scored([case]))
+    evaluation.main(["--trajectories", str(path), "--show", "1"])
+    printed = capsys.readouterr().out
+    assert "gold  Gold\n" in printed and "answer  Gold (EM 1, F1 1.00)" in printed
+
+
+def test_a_level_called_hard_is_not_the_hard_group(capsys):
+    cases = [searching(1, question(f"q{i}", hops=1, hard=i == 0, level="hard")) for i in range(2)]
+    result = evaluation.report(cases, by=["hops", "level"])
+    rows = [row[0] for row in tables.report_rows(result)]
+    assert rows == ["", "all", "needs 1", "hard", "level hard"]
+
+
+def test_reports_name_the_class_of_a_retriever_that_has_no_passages(own_run, monkeypatch):
+    class Mine:
+        def search(self, queries, k):
+            return [[] for _ in queries]
+
+    monkeypatch.setattr(evaluation, "open_retriever", lambda *_: Mine())
+    evaluation.main(["--run", "run"])
+    report = files.read_json(own_run / "eval.json")["eval"]["greedy"]
+    assert report["settings"]["retriever"] == "Mine"

@@ -125,6 +125,7 @@ def command(shelf, tmp_path, monkeypatch, capsys):
 DATA = {
     "--corpus @broken.jsonl": "broken.jsonl, line 3: not valid JSON",
     "--corpus @double.jsonl": "double.jsonl, line 3: id '1' was used before",
+    "--questions data/hotpotqa/train.jsonl": "python data/convert.py hotpotqa --download train",
     "--corpus @nothing.jsonl": "nothing.jsonl: the corpus is empty",
     "--corpus @all_empty.jsonl": 'all_empty.jsonl, line 1: "text" is empty',
     "--corpus @no_word.jsonl": "no_word.jsonl: no passage holds a word to search for",
@@ -141,7 +142,7 @@ DATA = {
     "--questions @nowhere.jsonl": "nowhere.jsonl: cannot be read: No such file",
     "--questions @run": "run: cannot be read: Is a directory",
     "--model @nowhere": "nowhere: neither a model folder nor a model of the hub",
-    "--model no-such/model": "no-such/model: neither a model folder nor a model of the hub",
+    "--model no-such/model": "cannot reach the hub for no-such/model (or give a folder): ",
     "--model @no_model": "no_model: no model folder, config.json is missing",
     "--model @no_config": "no_config: no model folder, config.json is missing",
     "--model @no_tokenizer": "no_tokenizer: no tokenizer there",
@@ -173,7 +174,9 @@ TRAIN = {
     "--seed 4294967296": "--seed 4294967296: must be 4294967295 or less",
     "--load_in_4bit perhaps": "argument --load_in_4bit",
     "--report_to paper": "invalid choice: 'paper' (choose from 'none', 'wandb', 'tensorboard')",
-    "--resume @nowhere": "nowhere/config.json",
+    "--resume @nowhere": "nowhere/config.json: is not there: no such run",
+    "--resume @run --steps 80": "a longer run is a new one, since the learning rate falls to 0",
+    "--preset qwen2.5-0.5b": "python data/convert.py hotpotqa --download train dev",
     "--resume @no_model": "no_model/config.json",
 }
 EVAL = {

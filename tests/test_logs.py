@@ -52,7 +52,7 @@ def test_a_symptom_is_told_once(run_train, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(logs, "symptoms", always_from_step_1)
     run_train(tmp_path, "--steps", "3", "--eval_questions", "", "--name", "a")
     error = capsys.readouterr().err
-    assert error.count("it hurts") == error.count("warning, step 1: it hurts\n") == 1
+    assert error.count("it hurts") == error.count("warning, step 2: it hurts\n") == 1
 
 
 def test_the_best_is_the_first_with_the_highest_held_out_reward(tmp_path):
@@ -89,8 +89,32 @@ def test_metrics_go_to_a_tracker(monkeypatch, tmp_path):
         return SimpleNamespace(log=lambda row, step: logged.append((row, step)))
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    (tmp_path / "a").mkdir()
     report = logs.open_tracker(tmp_path / "a", TrainSettings(report_to="wandb"))
     report({"step": 3, "reward": 1.5})
     assert asked[0]["name"] == "a" and asked[0]["config"]["reward"] == "autosearch"
     assert logged == [({"step": 3, "reward": 1.5}, 3)]
     logs.open_tracker(tmp_path, TrainSettings())({"step": 0})
+    logs.open_tracker(tmp_path / "a", TrainSettings(report_to="wandb", topk=2), 4)
+    (tmp_path / "b").mkdir()
+    logs.open_tracker(tmp_path / "b", TrainSettings(report_to="wandb"))
+    ids = [arguments["id"] for arguments in asked]
+    assert ids[0] == ids[1] != ids[2], "a run that goes on is the same run"
+    assert {arguments["resume"] for arguments in asked} == {"allow"}
+    assert asked[1]["config"]["topk"] == 2 and asked[0]["config"]["max_searches"] == 4
+
+
+def test_tensorboard_forgets_the_steps_that_come_again(monkeypatch, tmp_path):
+    opened, logged = [], []
+
+    def writer(folder, purge_step=None):
+        opened.append((folder, purge_step))
+        return SimpleNamespace(add_scalar=lambda *scalar: logged.append(scalar))
+
+    module = SimpleNamespace(SummaryWriter=writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    for first_step in (0, 2):
+        report = logs.open_tracker(tmp_path, TrainSettings(report_to="tensorboard"), first_step)
+        report({"step": first_step, "em": 0.5, "kl": None})
+    assert opened == [(tmp_path / "tensorboard", None), (tmp_path / "tensorboard", 2)]
+    assert logged == [("step", 0, 0), ("em", 0.5, 0), ("step", 2, 2), ("em", 0.5, 2)]

@@ -1,17 +1,21 @@
 """plumbing/look.py: what is shown and written where, options that do not go together, damage."""
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 from builders import finished_run, question, reports, scored, searching
+from conftest import ROOT
 
 import eval as evaluation
 from plumbing import files, logs, runs
 
 
 @pytest.fixture
-def run_eval(capsys):
+def run_eval(capsys, tmp_path, monkeypatch):
     """run_eval(options) -> (exit code, what went to stdout, what went to stderr)."""
+    monkeypatch.chdir(tmp_path)
 
     def run(options):
         code = 0
@@ -63,7 +67,7 @@ def test_runs_side_by_side(tmp_path, run_eval):
     files.write_json(tmp_path / "long" / "eval.json", results)
     args = ["--compare", *folders]
     code, printed, _ = run_eval(args)
-    assert code == 0 and str(tmp_path / "compare.png") in printed
+    assert code == 0 and printed.endswith("compare.png\n")
     assert (tmp_path / "compare.png").exists()
     figure = tmp_path / "other.svg"
     reference = [*args, "--figure", str(figure), "--reference"]
@@ -77,11 +81,28 @@ def test_runs_side_by_side(tmp_path, run_eval):
     assert run_eval(args)[0] == 0, "the table and the figure need no trajectories"
 
 
-def test_curves_are_drawn_beside_the_runs(tmp_path, run_eval):
-    run = finished_run(tmp_path / "run", 1)
-    code, printed, _ = run_eval(["--curves", run])
-    assert code == 0 and printed == f"{tmp_path / 'curves.png'}\n"
-    assert (tmp_path / "curves.png").exists()
+def test_figures_are_drawn_beside_runs_of_ones_own_and_nowhere_else(tmp_path, run_eval):
+    for folder, option, figure in (
+        ("runs", "--curves", "runs/curves.png"),
+        ("runs/more", "--compare", "runs/more/compare.png"),
+        ("shipped", "--curves", "curves.png"),
+        ("shipped/runs", "--compare", "compare.png"),
+    ):
+        Path(folder).mkdir(exist_ok=True)
+        finished_run(Path(folder, "a"), 1)
+        code, printed, _ = run_eval([option, f"{folder}/a"])
+        assert code == 0 and printed.endswith(f"{figure}\n")
+        Path(figure).unlink()
+    assert not list(tmp_path.rglob("*.png"))
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository")
+def test_no_default_output_is_tracked():
+    """What the commands of the README write goes beside runs, or is ignored by git."""
+    written = ["page.html", "compare.png", "curves.png", "eval.json", "forced_depth.png", "runs/a"]
+    command = ["git", "-C", ROOT, "check-ignore", *written]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.stdout.split() == written
 
 
 # Damage and nonsense

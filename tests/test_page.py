@@ -2,6 +2,7 @@
 
 from html.parser import HTMLParser
 
+import pytest
 from builders import finished_run, reports
 
 import eval as evaluation
@@ -14,10 +15,14 @@ class PageReader(HTMLParser):
     def __init__(self, path):
         super().__init__()
         self.open, self.tags, self.sources, self.text = [], [], [], ""
+        self.boxes = []  # the classes of what tables and figures lie in
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
+        if tag in ("table", "img"):
+            self.boxes.append(self.last.get("class"))
+        self.last = dict(attributes)
         self.open += [tag] if tag not in ("meta", "img") else []
         for name, value in attributes:
             if name in ("src", "href") or name.startswith("on"):
@@ -28,6 +33,11 @@ class PageReader(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def test_the_page_of_a_run_is_self_contained_and_runs_nothing(tmp_path, capsys):
@@ -61,6 +71,16 @@ def test_everything_in_a_page_is_escaped(tmp_path):
     # the figure's heading; settings; the article
     assert reader.text.count(evil) == 2 + 5 + 4 + 1 + 1 + 2 + 4
     assert reader.sources == ["data:image/svg+xml;base64," + evil]
+
+
+def test_what_is_wide_does_not_make_the_page_wide(tmp_path):
+    """It scrolls in a box; no column or figure is wider than a screen of any width."""
+    run, path = finished_run(tmp_path / "run", 2), tmp_path / "page.html"
+    page.write(path, "run", page.run(run))
+    reader = PageReader(path)
+    assert len(reader.boxes) > 3 and set(reader.boxes) == {"wide"}
+    assert ".wide { overflow-x: auto; }" in reader.text and "min-width:" not in reader.text
+    assert "minmax(min(22rem, 100%), 1fr)" in reader.text
 
 
 def test_two_runs_on_the_same_questions(tmp_path, capsys):

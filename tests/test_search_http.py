@@ -114,13 +114,28 @@ BAD_REQUESTS = [
     '{"queries": [1]}',
     "[" * 100_000,
     b"\xff",
-    '{"queries": ["a"], "topk": 0}',
     '{"queries": ["a"], "topk": 1e9}',
     '{"queries": ["a"], "topk": 101}',
     '{"queries": ["a"], "topk": true}',
-    json.dumps({"queries": ["a"] * 2000}),
+    json.dumps({"queries": ["a"] * 20_000}),
     json.dumps({"queries": ["a" * 20_000]}),
 ]
+
+
+def test_server_serves_search_r1s_default_batch_in_pieces(bm25, monkeypatch):
+    """2,560 queries in one request: 512 prompts, 5 rollouts of each."""
+    sizes, search = [], bm25.search
+    monkeypatch.setattr(bm25, "search", lambda q, k: sizes.append(len(q)) or search(q, k))
+    queries = ["paris", "zzz", "is"] * 853 + ["paris"]
+    status, reply = answer(json.dumps({"queries": queries, "topk": 1}), bm25)
+    assert status == 200 and sizes == [1024, 1024, 512]
+    assert [len(hits) for hits in reply["result"]] == [1, 0, 1] * 853 + [1]
+
+
+@pytest.mark.parametrize("topk", ["0", "null"])
+def test_no_topk_is_the_default(server, topk):
+    status, reply = post(server, f'{{"queries": ["is"], "topk": {topk}}}')
+    assert status == 200 and len(reply["result"][0]) == 3
 
 
 def test_server_refuses_what_it_cannot_use(server, bm25):
@@ -128,7 +143,7 @@ def test_server_refuses_what_it_cannot_use(server, bm25):
         assert answer(body, bm25)[0] == 400
         status, reply = post(server, body)
         assert (status, list(reply)) == (400, ["error"])
-    assert post(server, b"", {"Content-Length": str(3 << 20)})[0] == 413
+    assert post(server, b"", {"Content-Length": str(20 << 20)})[0] == 413
     for length in ("-1", "abc", "9" * 30, "²".encode("latin-1")):
         assert post(server, b"", {"Content-Length": length})[0] == 411
     assert SearchClient(server.url).search(["paris"]) == bm25.search(["paris"])
@@ -136,7 +151,7 @@ def test_server_refuses_what_it_cannot_use(server, bm25):
 
 def test_a_request_too_large_for_the_server_is_one_error(server):
     with pytest.raises(ConnectionError, match=r"(no answer|status 413).* \(tries: [12]\)$"):
-        SearchClient(server.url, retries=1, backoff=0.01).search(["a" * (3 << 20)])
+        SearchClient(server.url, retries=1, backoff=0.01).search(["a" * (20 << 20)])
 
 
 SLOW = [
