@@ -94,8 +94,9 @@ def load_questions(path, limit=None, needs_titles=False):
         check(are_strings(titles), where, '"supporting_titles" must be a list of strings')
         has_titles = "supporting_titles" in metadata or not needs_titles
         check(has_titles, where, '"supporting_titles" is missing: --reward stepsearch needs it')
-        row = {"id": name, "question": question, "golden_answers": golds, "metadata": metadata}
-        questions.append(row)
+        row = {"id": name, "question": question, "golden_answers": golds}
+        known = {key: value for key, value in metadata.items() if value is not None}
+        questions.append(row | {"metadata": known})
     check(questions, path, "there are no questions in it")
     return questions[:limit]
 

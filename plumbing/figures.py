@@ -19,7 +19,7 @@ MARKERS = ("s", "D", "o", "v", "^", "<", ">", "p")
 SHADE = "#f3efe6"
 CURVES = """reward reward/format reward/outcome reward/efficiency reward/quality em search_depth
 over_search_ratio eval/reward valid_action_ratio kl entropy frac_reward_zero_std tokens
-seconds/rollout seconds/self_answer seconds/update""".split()
+sampling_logp_difference/max seconds/rollout seconds/self_answer seconds/update""".split()
 
 
 @contextmanager

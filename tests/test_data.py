@@ -5,7 +5,9 @@ import json
 import random
 
 import pytest
+from builders import searching
 
+import eval as evaluation
 from plumbing import data
 from plumbing.data import load_corpus, load_questions
 from plumbing.files import DataError
@@ -237,3 +239,23 @@ def test_groups_are_texts_and_hard_questions_stand_apart():
 def test_groups_in_order():
     names = ["hard", "10", "unknown", "2", "2", "0"]
     assert data.sorted_groups(names) == ["0", "2", "10", "hard", "unknown"]
+
+
+def test_numbers_from_pandas_are_whole_or_unknown(tmp_path):
+    """A column with a gap is one of floats: 2 becomes 2.0, and the gap NaN."""
+    rows = ["2.0", "NaN", "2", "Infinity", "-Infinity", "1e400", "null"]
+    text = ""
+    for i, hops in enumerate(rows):
+        text += f'{{"id": "{i}", "question": "Who?", "golden_answers": ["x"], '
+        text += f'"metadata": {{"hops": {hops}, "list": [{hops}]}}}}\n'
+    (tmp_path / "q.jsonl").write_text(text)
+    questions = data.load_questions(tmp_path / "q.jsonl")
+    groups = [data.group_of(question, "hops") for question in questions]
+    assert groups == ["2", "unknown", "2", "unknown", "unknown", "unknown", "unknown"]
+    assert "NaN" not in json.dumps(questions) and "Infinity" not in json.dumps(questions)
+    assert questions[0]["metadata"]["list"] == [2]
+    cases = [searching(1, question) for question in questions]
+    report = evaluation.report(cases)
+    assert list(report["by"]["hops"]) == ["2", "unknown"]
+    assert list(report["depth"]["matrix"]) == ["2"]
+    json.loads(json.dumps(report), parse_constant=pytest.fail)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import sys
 
 import psutil
 import torch
@@ -55,6 +56,14 @@ def test_the_logits_of_one_piece_at_a_time_are_in_memory(monkeypatch, tmp_path):
     assert allocated_peak(work, tmp_path) > 2 * logits
     monkeypatch.setattr(memory, "LOGITS_AT_ONCE", 100 * vocab_size)
     assert allocated_peak(work, tmp_path) < logits / 2
+
+
+def test_without_a_way_to_tell_the_peak_is_nan(monkeypatch, capsys):
+    """`resource` is not there on Windows."""
+    monkeypatch.setitem(sys.modules, "resource", None)
+    with memory.measured("rollout"):
+        pass
+    assert capsys.readouterr().out.endswith("peak    nan GiB\n")
 
 
 def test_seconds_and_peak_are_printed(capsys):

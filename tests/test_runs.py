@@ -20,6 +20,7 @@ import torch
 from conftest import ROOT, WORLD, adamw, log_of, trainable
 from processes import in_child, limit_files, needs_fork, outcome
 
+import train
 from plumbing import figures, files, logs, models, options, runs
 from plumbing.files import DataError
 from train import TrainSettings
@@ -324,3 +325,24 @@ def test_a_run_without_space_ends_in_one_line(tmp_path):
     assert "Traceback" not in output
     assert not list(folder.rglob("*.tmp"))
     assert outcome(start(folder, *RESUME)) == 0
+
+
+# Going on from elsewhere, and with nothing left to do
+
+
+def stop_after_a_step():
+    at_step_1(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def test_a_run_finds_its_files_from_any_folder(tmp_path, monkeypatch, capsys):
+    folder = small_world(tmp_path / "w")
+    assert outcome(start(folder, *WITHOUT_EVALUATION, first=stop_after_a_step)) == 1
+    (tmp_path / "else" / "where").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "else" / "where")
+    train.main(["--resume", "../../w/runs/a"])
+    assert steps_done(folder / "runs" / "a") == STEPS
+    capsys.readouterr()
+    train.main(["--resume", "../../w/runs/a"])
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("../../w/runs/a: ") and first.endswith("; finished, 4 of 4 steps")
+    assert len(log_of(folder / "runs" / "a")) == STEPS

@@ -165,3 +165,36 @@ def test_choose():
 def test_spread():
     assert show.spread(list(range(10)), 3) == [0, 3, 6]
     assert show.spread([1, 2], 5) == [1, 2]
+
+
+# Why a turn is invalid
+
+INVALID = [
+    ("<search>q</search>", "no thought first"),
+    ("<think>a</think> hm <search>q</search>", "text outside the tags, or a tag inside others"),
+    ("<think>a<search></think><search>q</search>", "text outside the tags, or a tag inside"),
+    ("<think>a</think>", "no search and no answer"),
+    ("<think>a</think><search> </search>", "no search and no answer"),
+    ("<think>a</think><search>birthplace of Ada</search>", "a query much like an earlier one"),
+]
+
+
+@pytest.mark.parametrize("text, problem", INVALID)
+def test_an_invalid_turn_says_why(text, problem):
+    case = trajectory(search("birthplace of Ada"), Turn(text, None), answer())
+    shown = show.render_trajectory(case, case.score())
+    assert f"2 invalid  {problem}" in shown and shown.count("invalid") == 1
+
+
+def test_a_search_in_the_last_turn_says_why_it_is_invalid():
+    case = trajectory(search("one"), search("other words"))
+    shown = show.render_trajectory(case, case.score())
+    assert "2 invalid  a search where only an answer was left: <think>" in shown
+
+
+def test_a_search_without_a_hit_says_so():
+    case = trajectory(search("one"), answer())
+    found = [{"title": "Ada", "text": "x"}]
+    assert "\n              nothing found\n" in show.render_trajectory(case, case.score())
+    case = trajectory(search("one", passages=found), answer())
+    assert "nothing found" not in show.render_trajectory(case, case.score())
