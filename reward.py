@@ -7,8 +7,7 @@ How the default rules, `PAPER`, depart from the paper and from the authors' rele
 4. A search with an empty query is invalid, and so is a step with one of our tags inside another.
 5. Normalising also composes accents and drops all punctuation; "A" stays, "" matches nothing.
 6. No departure, but it matters: without a search there is no self-answer, and a right answer earns
-   1.1; with one search up to 2.3 (released: 2.475). Answering from memory is never taught.
-   "autosearch-t0" (ours) closes this hole: it also asks at t = 0.
+   1.1; with one, up to 2.3 (released: 2.475). Our "autosearch-t0" closes the hole: asked at t = 0.
 A trajectory has search steps t = 1..n and an answer step n + 1.
 """
 
@@ -69,21 +68,17 @@ REWARDS = {
 HELP = "; ".join(f"{name}: {weights.about}" for name, weights in REWARDS.items())
 
 
-# For `str.translate`: control characters are blanks; format characters (joiners, direction marks,
-# soft hyphens), fillers and variation selectors are nothing.
+# For `str.translate`: fillers, variation selectors and format characters (joiners, soft hyphens,
+# direction marks) go, controls become blanks.
 GLYPHLESS = dict.fromkeys([0x34F, 0x115F, 0x1160, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10)])
-for code in [*range(0x20000), *range(0xE0000, 0xE1000)]:
-    if category(chr(code)) in ("Cc", "Zl", "Zp"):
-        GLYPHLESS[code] = " "
-    elif category(chr(code)) == "Cf" or code >= 0xE0000:
-        GLYPHLESS[code] = None
+GLYPHLESS |= dict.fromkeys(range(0xE0000, 0xE1000))
+for code in range(0x20000):
+    if category(chr(code)) in ("Cc", "Cf", "Zl", "Zp"):
+        GLYPHLESS[code] = None if category(chr(code)) == "Cf" else " "
 
 
 def visible(text):
-    """`text` as scoring, showing and searching see it, less what no eye can see.
-    >>> visible("Pa\u00adris\u200e\\n")
-    'Paris '
-    """
+    """`text` as scoring, showing and searching see it: less what no eye can see."""
     return text.translate(GLYPHLESS)
 
 
@@ -165,9 +160,7 @@ def extract_self_answer(text):
 def is_valid_step(text, last):
     """Whether a turn is one <think> and one <search> block, <answer> in the `last`, and no more."""
     match = STEP.fullmatch(text)
-    if match is None:
-        return False
-    kind, content = match[2], match[3].strip()
+    kind, content = (match[2], match[3].strip()) if match else (None, "")
     return kind == "answer" if last else kind == "search" and content != ""
 
 
@@ -175,11 +168,8 @@ def tfidf(texts):
     """TF-IDF vectors {token: count * (ln((1 + N) / (1 + df)) + 1)} of texts, as scikit-learn's."""
     counts = [Counter(re.findall(r"\w\w+", text)) for text in texts]
     df = Counter(token for count in counts for token in count)
-    vectors = []
-    for count in counts:
-        idf = {token: math.log((1 + len(texts)) / (1 + df[token])) + 1 for token in count}
-        vectors.append({token: number * idf[token] for token, number in count.items()})
-    return vectors
+    idf = {token: math.log((1 + len(texts)) / (1 + number)) + 1 for token, number in df.items()}
+    return [{token: number * idf[token] for token, number in count.items()} for count in counts]
 
 
 def cosine(a, b):

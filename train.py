@@ -158,19 +158,8 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
         optimizer.zero_grad()
     computed = sum(batch["input_ids"].numel() for batch in batches)
     padding = 1 - sum(map(len, trajectories)) / computed  # positions computed in vain
-    totals |= sampling_logp_difference(batches, num_tokens)
+    totals |= logs.sampling_logp_difference(batches, num_tokens)
     return totals | {"padding": padding, "grad_norm": norm, "skipped_updates": skipped}
-
-
-def sampling_logp_difference(batches, num_tokens):
-    """How far log-probabilities when sampled (cached, merged or in 4 bits) are from those of the
-    update's first forward pass, mean and maximum over the sampled tokens: TRL's name."""
-    total, largest = 0.0, 0.0
-    for batch in batches:  # both are 0 where nothing was sampled
-        difference = (batch["old_per_token_logps"] - batch["sampling_logps"]).abs()
-        total, largest = total + difference.sum().item(), max(largest, difference.max().item())
-    name = "sampling_logp_difference"
-    return {f"{name}/mean": total / num_tokens, f"{name}/max": largest}
 
 
 def make_micro_batches(trajectories, advantages, size, device):

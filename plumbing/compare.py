@@ -64,7 +64,7 @@ def setting_of(config, configs):
     rivals = [other for other in configs if other["reward"] == config["reward"]]
     words = [config["reward"]]
     for key in sorted(config.keys() - NO_SETTING):
-        differs = any(rival.get(key) != config[key] for rival in rivals)
+        differs = any(rival.get(key, config[key]) != config[key] for rival in rivals)
         if differs and config[key] is not None:
             words.append(f"{key}={config[key]}")
     return " ".join(words)

@@ -15,6 +15,7 @@ SAMPLES = "trajectories.jsonl"  # of a run: sampled while it trained
 METRICS = "metrics.jsonl"
 NO_SIGNAL = "the questions are too easy or too hard for this policy, or --temperature is too low"
 INVALID = "the policy needs a cold start, or forgets the format and --learning_rate is too high"
+DISAGREE = "cache, mask, merged adapter or precision is broken: what is trained is not what sampled"
 COLLAPSED = "the policy has collapsed to one text; lower --learning_rate, raise --beta"
 
 
@@ -119,9 +120,22 @@ def symptoms(rows, max_searches):
         found.append("nobody searches any more: searches cost too much, or none is needed")
     if row["search_depth"] == max_searches:
         found.append("everybody searches to the limit: stopping pays too little, or it is too low")
+    if (row.get("sampling_logp_difference/mean") or 0.0) > 0.1:
+        found.append("log-probabilities when sampled and when trained differ: " + DISAGREE)
     if len(last) == 5 and collapsed:
         found.append("entropy was under 1% of its start for 5 steps: " + COLLAPSED)
     return found
+
+
+def sampling_logp_difference(batches, num_tokens):
+    """How far log-probabilities when sampled (cached, merged or in 4 bits) are from those of the
+    update's first forward pass, mean and maximum over the sampled tokens: TRL's name."""
+    total, largest = 0.0, 0.0
+    for batch in batches:  # both are 0 where nothing was sampled
+        difference = (batch["old_per_token_logps"] - batch["sampling_logps"]).abs()
+        total, largest = total + difference.sum().item(), max(largest, difference.max().item())
+    name = "sampling_logp_difference"
+    return {f"{name}/mean": total / num_tokens, f"{name}/max": largest}
 
 
 def open_tracker(run, settings, first_step=0):

@@ -44,11 +44,9 @@ def load_tokenizer(path):
     if os.path.isdir(path):
         has_config = os.path.isfile(os.path.join(path, "config.json"))
         check(has_config, path, "no model folder, config.json is missing")
-    answers, silence = [HfHubHTTPError, HFValidationError], f"cannot reach the hub for {path}"
-    with (
-        on_failure(f"{path}: neither a model folder nor a model of the hub"),
-        on_failure(f"{silence} (or give a folder)", but=answers),
-    ):
+    stranger = f"{path}: neither a model folder nor a model of the hub"
+    silence, answers = f"cannot reach the hub for {path}", [HfHubHTTPError, HFValidationError]
+    with on_failure(stranger), on_failure(f"{silence} (or give a folder)", but=answers):
         if not os.path.isdir(path) and not try_to_load_from_cache(path, "config.json"):
             HfApi().model_info(path, timeout=3)  # once; below, each file would be asked for
     with on_failure(f"{path}: no model with a tokenizer"):
@@ -88,11 +86,9 @@ def check_model(path, tokenizer, max_context, adapter=None):
     last, size = max(tokenizer.get_vocab().values()), config.vocab_size
     check(last < size, path, f"the tokenizer has an id {last}, the model {size} embeddings")
     is_full = all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
-    problem = "only models with full attention in every layer are supported"
-    check(is_full, f"{path}, {config.model_type}", problem)
-    for name in ("adapter_config.json", "adapter_model.safetensors") if adapter else ():
-        is_there = (Path(adapter) / name).is_file()
-        check(is_there, adapter, f"no adapter there, {name} is missing")
+    check(is_full, path, "only models with full attention in every layer are supported")
+    for file in ("adapter_config.json", "adapter_model.safetensors") if adapter else ():
+        check((Path(adapter) / file).is_file(), adapter, f"no adapter there, {file} is missing")
 
 
 def device_and_dtype():
@@ -172,8 +168,8 @@ def load_trainable(settings, adapter=None):
         model.activation_checkpointing_enable({"use_reentrant": False})
     if adapter:
         return Policy(load_adapter(model, adapter, is_trainable=True), tokenizer)
-    shape, where = {"r": settings.lora_r, "lora_alpha": settings.lora_alpha}, settings.lora_targets
-    lora = LoraConfig(**shape, target_modules=where, task_type="CAUSAL_LM")
+    shape = {"r": settings.lora_r, "lora_alpha": settings.lora_alpha, "task_type": "CAUSAL_LM"}
+    where, lora = settings.lora_targets, LoraConfig(target_modules=settings.lora_targets, **shape)
     with on_failure(f"--lora_targets {where}"), warnings.catch_warnings(action="ignore"):
         model = get_peft_model(model, lora)
         check_adapter(model, f"--lora_targets {where}")
@@ -191,16 +187,13 @@ def check_logits(model, ids, name):
         trained = model.get_output_embeddings()(states)
     model.eval()
     difference, largest = (logits - trained).abs().max(), logits.abs().max()
-    is_same = difference <= 4 * torch.finfo(logits.dtype).eps * largest
-    problem = f"its logits would be trained {difference:.2g} beside those that are sampled from"
-    check(is_same, name, f"not supported: {problem}")
+    problem = f"not supported: its logits would be trained {difference:.2g} beside the sampled ones"
+    check(difference <= 4 * torch.finfo(logits.dtype).eps * largest, name, problem)
 
 
 def check_adapter(model, where):
     """Refuse an adapter of a matrix with two users: merging, for rollouts, would change both."""
-    users = Counter()
-    for module in model.modules():
-        users.update(map(id, module.parameters(recurse=False)))
+    users = Counter(id(w) for part in model.modules() for w in part.parameters(recurse=False))
     is_shared = any(users[id(weight)] > 1 for weight in adapted_weights(model))
     check(not is_shared, where, "it adapts the matrix that input and output embeddings share")
 

@@ -103,6 +103,10 @@ def parse_training(kind, arguments, description):
         longer = "a longer run is a new one, since the learning rate falls to 0 at the last step; "
         problem = (longer if "--steps" in given else "") + f"leave out {', '.join(given)}"
         check(not given, where, problem)
+        is_ones_own = settings.merge or not runs.is_shipped(settings.resume)
+        check(
+            is_ones_own, settings.resume, "comes with the project, finished: start one of your own"
+        )
         resumed = read_config(kind, settings.resume)
         resumed.merge = settings.merge
         return resumed, Path(settings.resume)

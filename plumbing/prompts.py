@@ -27,7 +27,8 @@ def encode_prompt(tokenizer, question, system_prompt, prompt_style="auto"):
     if is_plain(tokenizer, prompt_style):
         start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
         return start + encode(tokenizer, f"{system_prompt}\n\nQuestion: {question}\n")
-    for token in control_tokens(tokenizer):  # a question must not end its own turn
+    control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for token in [*tokenizer.all_special_tokens, *control]:  # a question must not end its own turn
         question = question.replace(token, f"{token[0]} {token[1:]}")
     text = render(tokenizer, question, system_prompt)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -36,12 +37,6 @@ def encode_prompt(tokenizer, question, system_prompt, prompt_style="auto"):
 def is_plain(tokenizer, prompt_style):
     """Whether prompts are plain text, as for base models, and not the model's chat template."""
     return prompt_style == "plain" or (prompt_style == "auto" and tokenizer.chat_template is None)
-
-
-def control_tokens(tokenizer):
-    """The texts of special tokens, those that tokenizer.json alone calls so included."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return [token for token in {*tokenizer.all_special_tokens, *added} if token]
 
 
 def render(tokenizer, question, system_prompt):
