@@ -38,9 +38,9 @@ class Sampler:
         if self.temperature == 0:
             return logits.argmax(-1), logits.new_zeros(len(logits))
         probabilities = (logits / self.temperature).softmax(-1)
-        is_finite = bool(probabilities[:, 0].isfinite().all())  # one NaN spreads over its row
-        check(is_finite, "nothing can be sampled", "the model's logits are not finite")
-        ids = torch.multinomial(probabilities, 1, generator=self.generator)  # (B, 1)
+        # `torch.multinomial` less its checks, which would wait for the device
+        noise = torch.empty_like(probabilities).exponential_(generator=self.generator)
+        ids = (probabilities / noise).argmax(-1, keepdim=True)  # (B, 1)
         return ids[:, 0], probabilities.gather(1, ids)[:, 0].log()
 
 
@@ -78,34 +78,44 @@ class CachedBatch:
         width = max(map(len, rows))
         ids = [[0] * (width - len(row)) + row for row in rows]
         is_real = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        new = torch.tensor(is_real, device=self.device)  # (B, width)
-        positions = (self.lengths[:, None] + new.cumsum(1) - 1).clamp(min=0)
-        self.mask = torch.cat([self.mask, new], 1)
-        self.lengths = self.lengths + new.sum(1)
-        inputs = {"input_ids": torch.tensor(ids, device=self.device), "position_ids": positions}
-        inputs |= {"attention_mask": self.mask, "cache": self.cache, "use_cache": True}
-        return self.policy.model(**inputs, logits_to_keep=1).logits[:, -1].float()
+        ids, is_real = (torch.tensor(columns, device=self.device) for columns in (ids, is_real))
+        return self.forward(ids, is_real)
+
+    def forward(self, ids, is_real):
+        """Forward new columns, ids and is_real (B, n): the logits (B, V) after the last one."""
+        positions = (self.lengths[:, None] + is_real.cumsum(1) - 1).clamp(min=0)
+        self.mask = torch.cat([self.mask, is_real], 1)
+        self.lengths = self.lengths + is_real.sum(1)
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": self.mask}
+        inputs |= {"cache": self.cache, "use_cache": True, "logits_to_keep": 1}
+        return self.policy.model(**inputs).logits[:, -1].float()
 
     def write(self, logits, limit, stops, sampler):
         """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit.
-        stops: a compiled pattern, looked for in the decoded text. Returns a Piece for each row."""
-        written, all_logps = [[] for _ in logits], []
-        is_open = [True] * len(written)
+        stops: a compiled pattern, looked for in the decoded text. Returns a Piece for each row.
+        All rows go on until the last has ended, so that a token costs one wait for the device, for
+        the sampled ids; what came after a row's end is masked in the end."""
+        before, lengths, all_logps = self.mask, self.lengths, []
+        written, ended, one = [[] for _ in logits], set(), torch.ones_like(lengths)[:, None]
         for position in range(limit):
             sampled, logps = sampler(logits)
-            sampled = sampled.tolist()
             all_logps.append(logps)
-            for row, ids in enumerate(written):
-                if is_open[row]:
-                    ids.append(sampled[row])
-                    is_open[row] = not self.is_over(ids, stops)
-            if position == limit - 1 or not any(is_open):
+            for row, token in enumerate(sampled.tolist()):
+                if row not in ended:
+                    written[row].append(token)
+                    if self.is_over(written[row], stops):
+                        ended.add(row)
+            if position == limit - 1 or len(ended) == len(written):
                 break
-            new = [[token] if is_open[row] else [] for row, token in enumerate(sampled)]
-            logits = self.append(new)
+            logits = self.forward(sampled[:, None], one)
         self.pending = [ids[-1:] for ids in written]
-        columns = torch.stack(all_logps, 1).tolist()  # (B, tokens of the longest)
-        return [Piece(ids, logps[: len(ids)]) for ids, logps in zip(written, columns)]
+        cached = torch.tensor([len(ids) - 1 for ids in written], device=self.device)
+        is_real = torch.arange(position, device=self.device) < cached[:, None]  # (B, position)
+        self.mask, self.lengths = torch.cat([before, is_real.long()], 1), lengths + cached
+        logps = torch.stack(all_logps, 1)  # (B, position + 1)
+        is_finite = bool(logps.isfinite().all())
+        check(is_finite, "nothing can be sampled", "the model's logits are not finite")
+        return [Piece(ids, row[: len(ids)]) for ids, row in zip(written, logps.tolist())]
 
     def is_over(self, ids, stops):
         """True if the last id is an EOS or has closed a tag of `stops`, alone or fused."""

@@ -1,6 +1,9 @@
 """Generation on one cache: nothing is computed twice, and what is fused to a tag stays with it."""
 
+import re
+
 import pytest
+import torch
 from conftest import CountingRetriever, play
 from test_rollout import sampled_ids
 
@@ -11,19 +14,26 @@ from rollout import RolloutSettings, Sampling, rollout
 
 
 def test_no_token_goes_through_the_model_twice(tiny, world, monkeypatch):
-    seen, answers, forward = [], [], tiny.model.forward
-    branch = generation.CachedBatch.branch
+    """Counted are the tokens that calls add to the cache, those masked at once not included."""
+    seen, answers, branch = [], [], generation.CachedBatch.branch
 
-    def counting(input_ids, attention_mask, **arguments):
-        seen.append(int(attention_mask[:, -input_ids.shape[1] :].sum()))
-        return forward(input_ids=input_ids, attention_mask=attention_mask, **arguments)
+    def counting(method):
+        def counted(batch, *arguments):
+            before = int(batch.mask.sum())
+            result = method(batch, *arguments)
+            seen.append(int(batch.mask.sum()) - before)
+            return result
+
+        return counted
 
     def noting(batch, rows, *arguments):
         written = branch(batch, rows, *arguments)
         answers.extend(zip(rows, written))
         return written
 
-    monkeypatch.setattr(tiny.model, "forward", counting)
+    for name in ("append", "write"):
+        method = getattr(generation.CachedBatch, name)
+        monkeypatch.setattr(generation.CachedBatch, name, counting(method))
     monkeypatch.setattr(generation.CachedBatch, "branch", noting)
     sampling = Sampling(num_generations=3)
     done = rollout(tiny, world.questions[:4], world.retriever, RolloutSettings(), sampling)
@@ -32,6 +42,28 @@ def test_no_token_goes_through_the_model_twice(tiny, world, monkeypatch):
     assert len(answers) >= sum(t.search_depth for t in done) > 0
     branches = sum(len(probe) + len(answer.ids) - 1 for probe, answer in answers)
     assert sum(seen) == prompts + completions + branches
+
+
+def test_a_token_costs_one_wait_for_the_device(tiny, world, monkeypatch):
+    """Whatever the number of rows, the sampled ids come back once a token. (`__bool__` is the
+    library's: it looks once a forward pass whether the mask has a hole.)"""
+    waits = []
+    for name in ("tolist", "item", "__bool__", "__int__", "cpu", "numpy"):
+        method = getattr(torch.Tensor, name)
+
+        def counted(tensor, *arguments, method=method):
+            waits.append(method.__name__)
+            return method(tensor, *arguments)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    prompt = tiny.tokenizer(world.questions[0]["question"])["input_ids"]
+    per_token = []
+    for rows in (2, 16):
+        batch, logits = generation.CachedBatch.start(tiny, [prompt], rows)
+        waits.clear()
+        batch.write(logits, 12, re.compile("never"), generation.Sampler(1.0, 0, "cpu"))
+        per_token.append({name: waits.count(name) for name in set(waits)})
+    assert per_token == [{"tolist": 12 + 1, "__bool__": 11 + 1}] * 2
 
 
 def fused_to_the_tag(tokenizer):
