@@ -49,7 +49,7 @@ class TrainSettings(RolloutSettings, options.RunSettings):
     epsilon: float = setting(0.2, "clip range of the ratio", low=0)
     beta: float = setting(0.0, "KL coefficient; 0 computes no reference", low=0)
     max_grad_norm: float = setting(1.0, "gradients above this norm are scaled down", low=0)
-    micro_batch_size: int = setting(16, "sequences in one forward and backward pass", low=1)
+    micro_batch_tokens: int = setting(4096, "most in one forward and backward pass", low=1)
 
 
 def train(policy, optimizer, task, held_out, settings, run, first_step):
@@ -135,20 +135,25 @@ def all_equal(groups):
 
 
 def update(model, optimizer, trajectories, advantages, learning_rate, settings):
-    """`num_iterations` clipped GRPO updates on one batch. Returns means of loss, entropy, ...
-    An update whose loss or gradient is not finite is skipped and counted."""
+    """`num_iterations` clipped GRPO updates on one batch. Returns the loss, a mean over all sampled
+    tokens, and means over the trained ones. What is not finite is skipped and counted."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    size = settings.micro_batch_size
+    num_tokens = max(sum(sum(t.completion_mask) for t in trajectories), 1)
+    if not settings.beta:  # without a KL term, an advantage of 0 adds exactly 0 to the gradient
+        rows = advantages.nonzero().flatten().tolist() or [0]  # one at least: Adam goes on as ever
+        trajectories, advantages = [trajectories[i] for i in rows], advantages[rows]
+    size = settings.micro_batch_tokens
     batches = make_micro_batches(trajectories, advantages, size, model.device)
-    num_tokens = max(sum(int(batch["completion_mask"].sum()) for batch in batches), 1)
+    trained_tokens = max(sum(sum(t.completion_mask) for t in trajectories), 1)
     totals, skipped = {}, 0
     for _ in range(settings.num_iterations):
         for batch in batches:
             loss, sums = micro_batch_loss(model, batch, settings)
             (loss / num_tokens).backward()
             for name, value in sums.items():
-                share = value.item() / num_tokens / settings.num_iterations
+                number = num_tokens if name == "loss" else trained_tokens
+                share = value.item() / number / settings.num_iterations
                 totals[name] = totals.get(name, 0.0) + share
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm).item()
         if math.isfinite(norm) and math.isfinite(totals["loss"]):
@@ -156,33 +161,31 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
         else:  # one such step would spoil the weights and Adam's moments for good
             skipped += 1
         optimizer.zero_grad()
-    computed = sum(batch["input_ids"].numel() for batch in batches)
-    padding = 1 - sum(map(len, trajectories)) / computed  # positions computed in vain
-    totals |= logs.sampling_logp_difference(batches, num_tokens)
-    return totals | {"padding": padding, "grad_norm": norm, "skipped_updates": skipped}
+    totals |= logs.batch_metrics(batches, trajectories)
+    return totals | {"grad_norm": norm, "skipped_updates": skipped}
 
 
-def make_micro_batches(trajectories, advantages, size, device):
-    """Sort trajectories by length, so that little is padding, and pad micro-batches on the right.
-    Causal attention then needs no mask: no token sees what follows it. Returns dicts of input_ids,
-    completion_mask and sampling_logps (B, T), T = prompt and completion, and advantages (B,)."""
-    order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i]))
+def make_micro_batches(trajectories, advantages, max_tokens, device):
+    """Sort trajectories by length, so that little is padding, and pad micro-batches on the right,
+    to `max_tokens` at most; a longer one goes alone. Causal attention then needs no mask: no token
+    sees what follows it. Returns dicts of input_ids, completion_mask and sampling_logps (B, T),
+    T = prompt and completion, and advantages (B,)."""
+    groups = [[]]
+    for i in sorted(range(len(trajectories)), key=lambda i: len(trajectories[i])):
+        if groups[-1] and (len(groups[-1]) + 1) * len(trajectories[i]) > max_tokens:
+            groups.append([])
+        groups[-1].append(i)
     batches = []
-    for start in range(0, len(order), size):
-        rows = order[start : start + size]
+    for rows in groups:
+        batch = {name: [] for name in ("input_ids", "completion_mask", "sampling_logps")}
         width = len(trajectories[rows[-1]])  # of the last one, the longest
-        ids, masks, logps = [], [], []
-        for i in rows:
-            row, padding = trajectories[i], [0] * (width - len(trajectories[i]))
-            prompt = [0] * len(row.prompt_ids)
-            ids.append(row.prompt_ids + row.completion_ids + padding)
-            masks.append(prompt + row.completion_mask + padding)
-            logps.append((prompt + row.sampling_logps + [0.0] * width)[:width])
-        batch = {"advantages": advantages[rows].to(device)}
-        batch["input_ids"] = torch.tensor(ids, device=device)
-        batch["completion_mask"] = torch.tensor(masks, device=device)
-        batch["sampling_logps"] = torch.tensor(logps, device=device)
-        batches.append(batch)
+        for row in (trajectories[i] for i in rows):
+            prompt, padding = [0] * len(row.prompt_ids), [0] * (width - len(row))
+            batch["input_ids"].append(row.prompt_ids + row.completion_ids + padding)
+            batch["completion_mask"].append(prompt + row.completion_mask + padding)
+            batch["sampling_logps"].append((prompt + row.sampling_logps + [0.0] * width)[:width])
+        batch = {name: torch.tensor(values, device=device) for name, values in batch.items()}
+        batches.append(batch | {"advantages": advantages[rows].to(device)})
     return batches
 
 

@@ -127,15 +127,20 @@ def symptoms(rows, max_searches):
     return found
 
 
-def sampling_logp_difference(batches, num_tokens):
-    """How far log-probabilities when sampled (cached, merged or in 4 bits) are from those of the
-    update's first forward pass, mean and maximum over the sampled tokens: TRL's name."""
-    total, largest = 0.0, 0.0
-    for batch in batches:  # both are 0 where nothing was sampled
+def batch_metrics(batches, trajectories):
+    """What an update says of its micro-batches: `padding`, the share of positions computed in vain;
+    `sampling_logp_difference`, how far log-probabilities when sampled (cached, merged or in 4 bits)
+    are from those of the update's first forward pass, over the trained tokens: TRL's name."""
+    total, largest, tokens, computed = 0.0, 0.0, 0, 0
+    for batch in batches:
+        computed += batch["input_ids"].numel()
+        tokens += int(batch["completion_mask"].sum())
+        # Both are 0 where nothing was sampled.
         difference = (batch["old_per_token_logps"] - batch["sampling_logps"]).abs()
         total, largest = total + difference.sum().item(), max(largest, difference.max().item())
-    name = "sampling_logp_difference"
-    return {f"{name}/mean": total / num_tokens, f"{name}/max": largest}
+    row = {"padding": 1 - sum(map(len, trajectories)) / computed}
+    row["sampling_logp_difference/mean"] = total / max(tokens, 1)
+    return row | {"sampling_logp_difference/max": largest}
 
 
 def open_tracker(run, settings, first_step=0):

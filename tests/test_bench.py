@@ -33,7 +33,7 @@ def test_the_operations_of_an_update_are_those_that_pytorch_counts(world):
     settings, sampling = RolloutSettings(), Sampling(self_answers=False)
     with models.inference_weights(policy.model):
         played = rollout(policy, world.questions[:2], world.retriever, settings, sampling)
-    settings = TrainSettings(micro_batch_size=1)
+    settings = TrainSettings(micro_batch_tokens=1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         update(policy.model, optimizer, played, torch.ones(2), 0.0, settings)
     products = counter.get_flop_counts()["Global"]

@@ -14,7 +14,7 @@ from train import make_micro_batches, per_token_logps
 
 
 def test_logits_in_pieces_are_the_same(lora, played, monkeypatch):
-    batch = make_micro_batches(played, torch.ones(len(played)), 16, "cpu")[0]
+    batch = make_micro_batches(played, torch.ones(len(played)), 4096, "cpu")[0]
     results = []
     for size in (memory.LOGITS_AT_ONCE, 7 * lora.model.config.vocab_size):
         monkeypatch.setattr(memory, "LOGITS_AT_ONCE", size)

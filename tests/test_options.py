@@ -73,9 +73,9 @@ PRESETS = sorted(path.stem for path in (WORLD.parent / "presets").glob("*.json")
 def test_presets_are_complete_and_can_be_changed(name):
     preset = files.read_json(WORLD.parent / "presets" / f"{name}.json")
     assert preset.keys() <= asdict(TrainSettings()).keys()
-    assert {"model", "prompt_style", "micro_batch_size", "max_context"} <= preset.keys()
-    settings = parse("--preset", name, "--micro_batch_size", "1", "--topk", "2")
-    assert (settings.model, settings.micro_batch_size, settings.topk) == (preset["model"], 1, 2)
+    assert {"model", "prompt_style", "micro_batch_tokens", "max_context"} <= preset.keys()
+    settings = parse("--preset", name, "--micro_batch_tokens", "1", "--topk", "2")
+    assert (settings.model, settings.micro_batch_tokens, settings.topk) == (preset["model"], 1, 2)
     assert settings.max_turn_tokens == preset["max_turn_tokens"]
 
     passage = preset["max_passage_chars"] // 4  # four characters a token

@@ -23,7 +23,7 @@ QUESTION = {"id": "q7", "question": "?", "golden_answers": ["x"], "metadata": {}
 def one_batch(trajectories, advantages=None):
     """All trajectories in one micro-batch."""
     advantages = torch.ones(len(trajectories)) if advantages is None else advantages
-    (batch,) = make_micro_batches(trajectories, advantages, len(trajectories), "cpu")
+    (batch,) = make_micro_batches(trajectories, advantages, 10**9, "cpu")
     return batch
 
 
@@ -134,8 +134,8 @@ def test_nothing_is_computed_again_and_the_first_ratio_is_exactly_one(
 def test_little_of_the_update_is_padding(lora, world, played):
     """In a training step's batch, 12 questions and 8 rollouts of each; and that share is logged."""
 
-    def padding(trajectories, size):
-        batches = make_micro_batches(trajectories, torch.zeros(len(trajectories)), size, "cpu")
+    def padding(trajectories, tokens):
+        batches = make_micro_batches(trajectories, torch.zeros(len(trajectories)), tokens, "cpu")
         computed = sum(batch["input_ids"].numel() for batch in batches)
         return 1 - sum(map(len, trajectories)) / computed
 
@@ -143,10 +143,10 @@ def test_little_of_the_update_is_padding(lora, world, played):
     with models.inference_weights(model):
         questions = world.questions[:12]
         step = rollout(lora, questions, world.retriever, RolloutSettings(), sampling)
-    assert 0 < padding(step, TrainSettings.micro_batch_size) < 0.15
-    settings = TrainSettings(micro_batch_size=5)
+    assert 0 < padding(step, TrainSettings.micro_batch_tokens) < 0.15
+    settings = TrainSettings(micro_batch_tokens=900)
     logged = tr.update(model, adamw(model, 0.0), played, torch.ones(12), 0.0, settings)["padding"]
-    assert logged == padding(played, 5) > padding(played, 1) == 0
+    assert logged == padding(played, 900) > padding(played, 1) == 0
 
 
 def test_sampling_and_training_agree_on_log_probabilities(lora, world, monkeypatch):
@@ -222,6 +222,73 @@ def test_eos_is_trained_where_it_is_also_the_padding():
 
 
 # Updates
+
+
+def gradients_of(played, advantages, **settings):
+    """The gradients with which `update` would move a fresh adapter, and what it returns."""
+    torch.manual_seed(0)
+    model, found = models.load_trainable(TrainSettings()).model, []
+    optimizer = adamw(model, 0.0)
+
+    def note(optimizer, *_):
+        found.extend(parameter.grad.clone() for parameter in trainable(model))
+
+    optimizer.register_step_pre_hook(note)
+    settings = TrainSettings(max_grad_norm=1e9, **settings)
+    row = tr.update(model, optimizer, played, advantages, 0.0, settings)
+    return model, found, row
+
+
+def test_what_has_no_advantage_is_left_out_and_adds_nothing(played):
+    """As the slow way: all trajectories forward and backward, one mean over all sampled tokens."""
+    advantages = torch.tensor([1.0, 0, -1, 0, 0, 0, 0, 0, 0.5, 0, 0, -0.5])
+    model, found, row = gradients_of(played, advantages)
+    batch = one_batch(played, advantages)
+    logps, entropy = per_token_logps(model, batch, 1.0)
+    batch["old_per_token_logps"] = logps.detach()
+    number = batch["completion_mask"].sum()
+    loss, _ = grpo_loss(logps, batch, 0.2, 0.0)
+    slow = torch.autograd.grad(loss / number, trainable(model))
+    for fast, expected in zip(found, slow):
+        torch.testing.assert_close(fast, expected, atol=1e-6, rtol=1e-4)
+    assert any(gradient.any() for gradient in found)
+    assert row["loss"] == pytest.approx((loss / number).item(), abs=1e-6)
+    taught = (batch["advantages"] != 0)[:, None] * batch["completion_mask"]
+    mean = (entropy * taught).sum() / taught.sum()
+    assert row["entropy"] == pytest.approx(mean.item(), rel=1e-4)
+
+
+def test_with_a_kl_term_all_are_trained(played, monkeypatch):
+    rows, loss_of = [], tr.micro_batch_loss
+
+    def counting(model, batch, settings):
+        rows.append(len(batch["input_ids"]))
+        return loss_of(model, batch, settings)
+
+    monkeypatch.setattr(tr, "micro_batch_loss", counting)
+    advantages = torch.tensor([1.0] + [0.0] * 11)
+    for beta, expected in ((0.0, 1), (0.1, 12)):
+        rows.clear()
+        gradients_of(played, advantages, beta=beta)
+        assert sum(rows) == expected
+
+
+def test_a_step_without_any_advantage_has_gradients_of_zero(played):
+    _, found, row = gradients_of(played, torch.zeros(12))
+    assert found and not any(gradient.any() for gradient in found)
+    assert row["loss"] == 0 and row["skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 300, 1000, 10**9])
+def test_micro_batches_hold_so_many_tokens_at_most(played, max_tokens):
+    batches = make_micro_batches(played, torch.arange(12.0), max_tokens, "cpu")
+    for batch in batches:
+        assert batch["input_ids"].numel() <= max_tokens or len(batch["input_ids"]) == 1
+    for batch, after in zip(batches, batches[1:]):  # none could have taken one more
+        rows, width = len(batch["input_ids"]) + 1, len(played[int(after["advantages"][0])])
+        assert rows * width > max_tokens
+    order = torch.cat([batch["advantages"] for batch in batches]).int().tolist()
+    assert order == by_length(played)
 
 
 def test_a_batch_without_a_trainable_token_has_loss_zero(lora):
