@@ -20,13 +20,13 @@ def load_arms(run_dirs):
     differ in the seed alone are one setting. Raises DataError or OSError for a file."""
     before, after = {}, {}
     loaded = load_runs(run_dirs)
-    configs, folders = [config for config, _ in loaded.values()], Counter(f.name for f in loaded)
+    configs = [config for config, _ in loaded.values()]
     starts = [before_training(*run) for run in loaded.values()]
     doubles = Counter((setting_of(config, configs), config.get("seed")) for config in configs)
     for (folder, (config, result)), start in zip(loaded.items(), starts):
         name, seed = setting_of(config, configs), config.get("seed")
         if doubles[name, seed] > 1:  # equal settings and seed: not to be averaged
-            name += f" {folder.name if folders[folder.name] == 1 else folder}"
+            name += f" {folder}"
         before.setdefault(setting_of(start, starts), {}).setdefault(seed, result["before"])
         after.setdefault(name, []).append(result["after"])
     return {start: list(seeds.values()) for start, seeds in before.items()} | after

@@ -506,17 +506,15 @@ def test_a_query_reaches_a_server_as_plain_text(bpe, script):
 # A terminal that lacks a letter
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
-def test_what_a_terminal_cannot_show_is_replaced(tmp_path, encoding):
+def test_what_a_terminal_cannot_show_is_replaced(tmp_path):
     text = '{"id": "q", "question": "Where is \u6771?", "golden_answers": ["\u6771\u4eac"]}\n'
     (tmp_path / "q.jsonl").write_text(text, encoding="utf-8")
     (tmp_path / "\u6771.jsonl").write_text(PASSAGES, encoding="utf-8")
     small = "--steps 1 --num_questions 1 --num_generations 2 --eval_questions= --sample_every 1"
-    train = f"train.py --questions q.jsonl --corpus \u6771.jsonl {small} --name x"
-    commands = [train, "train.py --resume runs/x", "eval.py --run runs/x --show 1"]
+    commands = [f"train.py --questions q.jsonl --corpus \u6771.jsonl {small} --name x"]
     commands += ["retriever.py --corpus \u6771.jsonl --questions none\u6771.jsonl"]
     commands += ["data/convert.py flashrag q.jsonl --out out\u6771"]
-    environment = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    environment = os.environ | {"PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
     for command in commands:
         script, *options = command.split()
         done = subprocess.run(
