@@ -149,9 +149,10 @@ class CachedBatch:
         columns = self.mask.argsort(dim=1, stable=True)[:, -longest:]  # padding first, then tokens
         self.mask = self.mask.gather(1, columns)
         for layer in self.cache.layers:
-            _, heads, _, head_dim = layer.keys.shape
-            at = columns[:, None, :, None].expand(-1, heads, -1, head_dim)
-            layer.keys, layer.values = layer.keys.gather(2, at), layer.values.gather(2, at)
+            for name in ("keys", "values"):  # (B, H, L, D); D need not be the same for both
+                cached = getattr(layer, name)
+                at = columns[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
+                setattr(layer, name, cached.gather(2, at))
 
 
 def force_search(batch, logits, limit, sampler):

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import warnings
-from collections import Counter
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from plumbing.checks import adapted_weights, check_adapter, check_cache, check_logits
 from plumbing.files import check, locate, on_failure
 from reward import TAGS
 
@@ -148,6 +148,7 @@ def load_adapter(model, folder, is_trainable=False):
 def load_policy(path, adapter=None, in_4bit=False):
     """The Policy for evaluation, with its LoRA adapter if given. Raises DataError."""
     tokenizer, model = load_tokenizer(path), load_base_model(path, in_4bit)
+    check_cache(model, encode(tokenizer, " ".join(TAGS)), path)
     if adapter:
         model = load_adapter(model, adapter)
         if model.dtype == torch.float32 and not in_4bit:  # fewer bits would round it away
@@ -163,7 +164,9 @@ def load_trainable(settings, adapter=None):
     path = locate(settings.model)
     tokenizer = load_tokenizer(path)
     model = load_base_model(path, settings.load_in_4bit, config=load_config(path))
-    check_logits(model, encode(tokenizer, " ".join(TAGS)), settings.model)
+    text = encode(tokenizer, " ".join(TAGS))
+    check_cache(model, text, settings.model)
+    check_logits(model, text, settings.model)
     if settings.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if adapter:
@@ -174,39 +177,6 @@ def load_trainable(settings, adapter=None):
         model = get_peft_model(model, lora)
         check_adapter(model, f"--lora_targets {where}")
     return Policy(model, tokenizer)
-
-
-@torch.no_grad()
-def check_logits(model, ids, name):
-    """Refuse a model whose log-probabilities the loss, which takes hidden states in train mode to
-    the output embedding itself, would get wrong: scaled or capped logits, dropout (DataError)."""
-    ids = torch.tensor([ids], device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits
-    with on_failure(f"{name}: not supported"):
-        states = model.train().base_model(input_ids=ids, use_cache=False).last_hidden_state
-        trained = model.get_output_embeddings()(states)
-    model.eval()
-    difference, largest = (logits - trained).abs().max(), logits.abs().max()
-    problem = f"not supported: its logits would be trained {difference:.2g} beside the sampled ones"
-    check(difference <= 4 * torch.finfo(logits.dtype).eps * largest, name, problem)
-
-
-def check_adapter(model, where):
-    """Refuse an adapter of a matrix with two users: merging, for rollouts, would change both."""
-    users = Counter(id(w) for part in model.modules() for w in part.parameters(recurse=False))
-    is_shared = any(users[id(weight)] > 1 for weight in adapted_weights(model))
-    check(not is_shared, where, "it adapts the matrix that input and output embeddings share")
-
-
-def adapted_weights(model):
-    """The weights that change when a LoRA adapter is merged; some may be named twice."""
-    from peft.tuners.lora import LoraLayer
-
-    weights = []
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            weights += module.get_base_layer().parameters(recurse=False)
-    return weights
 
 
 @contextmanager

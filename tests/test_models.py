@@ -205,6 +205,34 @@ def test_experts_are_trained_as_they_sample(tmp_path, kind, more):
     assert all(torch.equal(weight, base[name]) for name, weight in fresh.items())
 
 
+def test_keys_and_values_may_differ_in_size(tmp_path):
+    """DeepSeek's do: 16 and 8."""
+    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    heads |= {"v_head_dim": 8, "num_key_value_heads": 2, "first_k_dense_replace": 2}
+    folder = other_model(tmp_path / "m", "deepseek_v3", **SHAPE | heads)
+    losses, _ = updated(small_settings(folder), steps=3)
+    assert max(row["sampling_logp_difference/max"] for row in losses) < 1e-4
+
+
+WITHOUT_CACHE = [  # it is not there, or not with padding on the left
+    ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32}),
+    ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+    ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 512}),
+    ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2}),
+]
+
+
+@pytest.mark.parametrize("kind, more", WITHOUT_CACHE)
+def test_models_whose_cache_changes_the_logits_are_refused(tmp_path, kind, more):
+    folder = other_model(tmp_path / "m", kind, **more)
+    for load in (
+        lambda: models.load_trainable(small_settings(folder)),
+        lambda: models.load_policy(folder),
+    ):
+        with pytest.raises(DataError, match="m: not supported: "):
+            load()
+
+
 TIED = [".*lm_head", ".*embed_tokens", ".*(q_proj|lm_head)"]
 
 

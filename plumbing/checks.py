@@ -1,0 +1,60 @@
+"""Whether what is trained is what samples: models and adapters for which it is not are refused."""
+
+from collections import Counter
+
+import torch
+from transformers import DynamicCache
+
+from plumbing.files import check, on_failure
+
+
+@torch.no_grad()
+def check_cache(model, ids, name):
+    """Refuse a model that gives other logits for a text in two parts, padded on the left, the first
+    one in its cache: rollouts would sample from something else (DataError). ids: of the text."""
+    half, cache = len(ids) // 2, DynamicCache(config=model.config)
+    columns = torch.tensor([[0, *ids[:half], 0, *ids[half:]]], device=model.device)
+    mask = torch.tensor([[0] + [1] * half + [0] + [1] * (len(ids) - half)], device=model.device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with on_failure(f"{name}: not supported"):
+        whole = model(input_ids=columns[mask == 1][None], use_cache=False).logits[:, half:]
+        for start, end in ((0, half + 1), (half + 1, len(ids) + 2)):
+            inputs = {"input_ids": columns[:, start:end], "position_ids": positions[:, start:end]}
+            inputs |= {"attention_mask": mask[:, :end], "cache": cache, "use_cache": True}
+            logits = model(**inputs).logits[:, 1:]
+    difference, largest = (whole - logits).abs().max(), whole.abs().max()
+    problem = f"not supported: cache and padding change its logits by {difference:.2g}"
+    check(difference <= torch.finfo(logits.dtype).eps ** 0.5 * largest, name, problem)
+
+
+@torch.no_grad()
+def check_logits(model, ids, name):
+    """Refuse a model whose log-probabilities the loss, which takes hidden states in train mode to
+    the output embedding itself, would get wrong: scaled or capped logits, dropout (DataError)."""
+    ids = torch.tensor([ids], device=model.device)
+    with on_failure(f"{name}: not supported"):
+        logits = model(input_ids=ids, use_cache=False).logits
+        states = model.train().base_model(input_ids=ids, use_cache=False).last_hidden_state
+        trained = model.get_output_embeddings()(states)
+    model.eval()
+    difference, largest = (logits - trained).abs().max(), logits.abs().max()
+    problem = f"not supported: its logits would be trained {difference:.2g} beside the sampled ones"
+    check(difference <= 4 * torch.finfo(logits.dtype).eps * largest, name, problem)
+
+
+def check_adapter(model, where):
+    """Refuse an adapter of a matrix with two users: merging, for rollouts, would change both."""
+    users = Counter(id(w) for part in model.modules() for w in part.parameters(recurse=False))
+    is_shared = any(users[id(weight)] > 1 for weight in adapted_weights(model))
+    check(not is_shared, where, "it adapts the matrix that input and output embeddings share")
+
+
+def adapted_weights(model):
+    """The weights that change when a LoRA adapter is merged; some may be named twice."""
+    from peft.tuners.lora import LoraLayer
+
+    weights = []
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            weights += module.get_base_layer().parameters(recurse=False)
+    return weights
