@@ -40,7 +40,7 @@ class TrainSettings(RolloutSettings, options.RunSettings):
 
     reward: str = setting("autosearch", reward.HELP)
     search_cost: float | None = setting(None, "flat cost of a search, for search-penalty", low=0)
-    steps: int = setting(40, "training steps; each is one batch of rollouts", low=1)
+    steps: int = setting(28, "training steps; each is one batch of rollouts", low=1)
     num_questions: int = setting(12, "questions in a step", low=1)
     num_generations: int = setting(8, "rollouts of each question, G: the group compared", low=2)
     num_iterations: int = setting(1, "updates on each batch; from 2 on the ratio moves", low=1)

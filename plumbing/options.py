@@ -73,7 +73,7 @@ class RunSettings:
     questions: str = setting("data/tinyworld/train.jsonl", "questions to train on")
     eval_corpus: str = setting("data/tinyworld/dev_corpus.jsonl", "passages for held-out questions")
     eval_questions: str = setting("data/tinyworld/dev.jsonl", "held-out questions; '' for none")
-    eval_limit: int | None = setting(None, "use only the first so many of them", low=1)
+    eval_limit: int | None = setting(200, "use only the first so many of them", low=1)
     eval_sample: int = setting(64, "of them, those by whose greedy reward `best` is kept", low=0)
     eval_batch_size: int = setting(128, "held-out questions rolled out together", low=1)
     retriever_url: str | None = setting(None, "search server to use instead of the corpora")
