@@ -9,7 +9,7 @@ from typing import Literal
 from transformers import HfArgumentParser
 
 from plumbing import models, runs
-from plumbing.files import ROOT, DataError, check, read_json
+from plumbing.files import ROOT, DataError, check, on_failure, read_json
 
 
 def setting(default, text, **more):
@@ -46,6 +46,8 @@ def check_ranges(settings):
 
 def parse(kind, arguments, description, defaults=None):
     """The settings object, of dataclass `kind`, of a command line. Raises DataError."""
+    with on_failure("the command line is no UTF-8"):
+        " ".join(sys.argv[1:] if arguments is None else arguments).encode()
     parser = Parser(kind, description=description)
     parser.set_defaults(**(defaults or {}))
     settings, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
@@ -119,7 +121,7 @@ def parse_training(kind, arguments, description):
     settings.load_in_4bit = models.check_4bit(settings.load_in_4bit)
     if settings.name:
         where, run = f"--name {settings.name}", Path("runs") / settings.name
-        is_plain = run.parent == Path("runs") and run.name != ".."
+        is_plain = run.parent == Path("runs") and run.name != ".." and run.name.isprintable()
         check(is_plain, where, "must name a folder in runs/, without a path")
         check(not run.exists(), where, f"{run} exists; go on with it by --resume {run}")
     return settings, None

@@ -156,12 +156,15 @@ DATA = {
     "--system_prompt @nowhere": "nowhere: ",
     "--temperature hot": "argument --temperature: invalid float value: 'hot'",
     "--seed": "argument --seed: expected one argument",
+    "--system_prompt \udcff": "the command line is no UTF-8",
     "--magic 1": "--magic: no such option",
     "3": "3: no such option",
     "--retriever_url localhost:8000": "'localhost:8000': not the URL of a search server",
 }
 TRAIN = {
     "--corpus @one.jsonl": "one.jsonl: one passage only",
+    "--name a\u202eb": "must name a folder in runs/",
+    "--name ../a": "must name a folder in runs/",
     "--eval_corpus @broken.jsonl": "broken.jsonl, line 3: not valid JSON",
     "--eval_questions @long.jsonl": "long.jsonl: question q2: its prompt of",
     "--eval_questions @nowhere.jsonl": "nowhere.jsonl: cannot be read",
