@@ -332,6 +332,7 @@ def main(arguments=None):
         own = asdict(options.read_config(RolloutSettings, args.run))
         limit = None if args.questions else config.get("eval_limit")
     others = (args.model, args.adapter, args.questions, args.corpus, args.retriever_url, args.out)
+    # The run's own policy on its own questions, to stand in its tables; or what it has not saved
     is_own = bool(args.run) and not any(others) and args.limit in (None, limit)
     is_fresh = not is_own or bool(args.force_depth or args.temperature)
     args = options.parse(EvalSettings, arguments, about, own | {"limit": limit})

@@ -139,13 +139,13 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
     tokens, and means over the trained ones. What is not finite is skipped and counted."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    num_tokens = max(sum(sum(t.completion_mask) for t in trajectories), 1)
+    num_tokens = max(sum(trajectory.tokens for trajectory in trajectories), 1)
     if not settings.beta:  # without a KL term, an advantage of 0 adds exactly 0 to the gradient
-        rows = advantages.nonzero().flatten().tolist() or [0]  # one at least: Adam goes on as ever
+        rows = advantages.nonzero().flatten().tolist() or [0]  # never none: Adam has its momentum
         trajectories, advantages = [trajectories[i] for i in rows], advantages[rows]
+    trained_tokens = max(sum(trajectory.tokens for trajectory in trajectories), 1)
     size = settings.micro_batch_tokens
     batches = make_micro_batches(trajectories, advantages, size, model.device)
-    trained_tokens = max(sum(sum(t.completion_mask) for t in trajectories), 1)
     totals, skipped = {}, 0
     for _ in range(settings.num_iterations):
         for batch in batches:
@@ -161,7 +161,7 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
         else:  # one such step would spoil the weights and Adam's moments for good
             skipped += 1
         optimizer.zero_grad()
-    totals |= logs.batch_metrics(batches, trajectories)
+    totals |= logs.batch_metrics(batches, trajectories, trained_tokens)
     return totals | {"grad_norm": norm, "skipped_updates": skipped}
 
 

@@ -154,12 +154,12 @@ def from_musique(item, where):
     """The titles are in the order of the hops; two paragraphs of an item may have the same."""
     item = {"answerable": True, "answer_aliases": [], "question_decomposition": []} | item
     paragraphs, supporting = [], {}  # supporting: idx -> title
-    for part in field(item, "paragraphs", list, where):
+    for number, part in enumerate(field(item, "paragraphs", list, where)):
         check(isinstance(part, dict), where, '"paragraphs" must be a list of objects')
         title = one_line(field(part, "title", str, where, may_be_blank=True))
         paragraphs.append((title, field(part, "paragraph_text", str, where, may_be_blank=True)))
         if field(part, "is_supporting", bool, where):
-            supporting[str(part.get("idx"))] = title
+            supporting[str(part.get("idx", number))] = title
     if not field(item, "answerable", bool, where):
         return None, paragraphs
     answer = field(item, "answer", str, where, may_be_blank=True)

@@ -12,15 +12,17 @@ from plumbing.files import check, on_failure
 def check_cache(model, ids, name):
     """Refuse a model that gives other logits for a text in two parts, padded on the left, the first
     one in its cache: rollouts would sample from something else (DataError). ids: of the text."""
-    half, cache = len(ids) // 2, DynamicCache(config=model.config)
-    columns = torch.tensor([[0, *ids[:half], 0, *ids[half:]]], device=model.device)
-    mask = torch.tensor([[0] + [1] * half + [0] + [1] * (len(ids) - half)], device=model.device)
+    half, pad = len(ids) // 2, -1
+    columns = torch.tensor([[pad, *ids[:half], pad, *ids[half:]]], device=model.device)
+    mask = (columns != pad).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"cache": DynamicCache(config=model.config), "use_cache": True}
     with on_failure(f"{name}: not supported"):
-        whole = model(input_ids=columns[mask == 1][None], use_cache=False).logits[:, half:]
-        for start, end in ((0, half + 1), (half + 1, len(ids) + 2)):
-            inputs = {"input_ids": columns[:, start:end], "position_ids": positions[:, start:end]}
-            inputs |= {"attention_mask": mask[:, :end], "cache": cache, "use_cache": True}
+        whole = model(input_ids=columns[columns != pad][None], use_cache=False).logits[:, half:]
+        for start, end in ((0, half + 1), (half + 1, len(ids) + 2)):  # the first part, the second
+            inputs["input_ids"] = columns[:, start:end].clamp(min=0)
+            inputs["position_ids"] = positions[:, start:end]
+            inputs["attention_mask"] = mask[:, :end]
             logits = model(**inputs).logits[:, 1:]
     difference, largest = (whole - logits).abs().max(), whole.abs().max()
     problem = f"not supported: cache and padding change its logits by {difference:.2g}"

@@ -8,7 +8,7 @@ import numpy as np
 from plumbing import show
 from plumbing.files import check, read_json
 from plumbing.runs import HELD_OUT, read_config
-from plumbing.tables import METRICS, groups_of, label, number
+from plumbing.tables import AVERAGE, METRICS, groups_of, label, number
 
 # Entries of config.json that do not make another setting.
 NO_SETTING = {"seed", "name", "resume", "commit", "versions", "eval_sample", "eval_batch_size"}
@@ -18,17 +18,16 @@ NO_SETTING |= {"sample_every", "save_every"}
 def load_arms(run_dirs):
     """{setting: [{"sampled": R, "greedy": R} a seed]} of runs, "before training" first; those that
     differ in the seed alone are one setting. Raises DataError or OSError for a file."""
-    before, after = {}, {}
-    loaded = load_runs(run_dirs)
+    before, after, loaded = {}, {}, load_runs(run_dirs)
     configs = [config for config, _ in loaded.values()]
     starts = [before_training(*run) for run in loaded.values()]
-    doubles = Counter((setting_of(config, configs), config.get("seed")) for config in configs)
-    for (folder, (config, result)), start in zip(loaded.items(), starts):
-        name, seed = setting_of(config, configs), config.get("seed")
+    names = [(setting_of(config, configs), config.get("seed")) for config in configs]
+    doubles = Counter(names)
+    for (folder, (_, result)), start, (name, seed) in zip(loaded.items(), starts, names):
         if doubles[name, seed] > 1:  # equal settings and seed: not to be averaged
             name += f" {folder}"
-        before.setdefault(setting_of(start, starts), {}).setdefault(seed, result["before"])
         after.setdefault(name, []).append(result["after"])
+        before.setdefault(setting_of(start, starts), {}).setdefault(seed, result["before"])
     return {start: list(seeds.values()) for start, seeds in before.items()} | after
 
 
@@ -43,10 +42,8 @@ def load_runs(run_dirs):
         for report in [*result["before"].values(), *result["after"].values()]:
             measured = report["n"], report["settings"].get("questions_sha256")
             first = first or (path, measured)
-            problem = (
-                f"on {measured[0]} questions, {first[0]} on {first[1][0]} that are not the same"
-            )
-            check(measured == first[1], path, f"measured {problem}: not to be compared")
+            problem = f"measured on {measured[0]} questions, {first[0]} on {first[1][0]} others"
+            check(measured == first[1], path, f"{problem}: not to be compared")
         loaded[folder] = config, result
     return loaded
 
@@ -71,14 +68,14 @@ def setting_of(config, configs):
 
 
 def over_seeds(results, decoding, group, metric):
-    """(mean, standard deviation or None) over seeds; "average" is the mean over the groups, and
-    (None, None) for SE, which has no bound where a group hardly searches."""
+    """(mean, standard deviation or None) over seeds; that of AVERAGE is over the groups, and (None,
+    None) for SE, which has no bound where a group hardly searches."""
     (key, name), values = group, []
-    if name == "average" and metric == "se":
+    if name == AVERAGE and metric == "se":
         return None, None
     for result in results:
         reports = [groups_of(result[decoding]).get(group, {})] if decoding in result else []
-        if reports and name == "average":
+        if reports and name == AVERAGE:
             reports = result[decoding]["by"].get(key, {}).values()
         known = [report[metric] for report in reports if report.get(metric) is not None]
         if known:
@@ -95,16 +92,13 @@ def groups_of_arms(arms):
 
 def compare_rows(arms):
     """`load_arms` as rows, laid out as the paper's Table 1: mean and deviation over seeds."""
-    rows, first = (
-        [["", *(title for title, _ in METRICS.values()), "runs"]],
-        next(iter(arms.values())),
-    )
-    groups = groups_of_arms(arms)
-    groups += [(groups[1][0], "average")] if len(groups) > 1 else []
+    rows = [["", *(title for title, _ in METRICS.values()), "runs"]]
+    groups, first = groups_of_arms(arms), next(iter(arms.values()))[0]
+    groups += [(groups[1][0], AVERAGE)] if len(groups) > 1 else []
     for decoding in ("sampled", "greedy"):
         for group in groups:
-            known = groups_of(first[0][decoding]).get(group) if decoding in first[0] else None
-            rows.append(f"{decoding}: {label(*group)}" + (f", n = {known['n']}" if known else ""))
+            n = groups_of(first[decoding]).get(group, {}).get("n") if decoding in first else None
+            rows.append(f"{decoding}: {label(*group)}" + (f", n = {n}" if n else ""))
             for name, results in arms.items():
                 row = ["  " + name]
                 for metric, (_, digits) in METRICS.items():

@@ -46,8 +46,8 @@ class Sampler:
 
 class CachedBatch:
     """Rows of token ids that grow together in one key-value cache.
-    New ids are padded on the left, the padding is masked, positions count real tokens only. The
-    last token that a row sampled has yet to go through the model: it waits in `pending`."""
+    New ids are padded on the left, the padding is masked, positions count real tokens only. A token
+    that was sampled last of all has yet to go through the model: it waits in `pending`."""
 
     def __init__(self, policy, num_rows):
         self.policy, self.device = policy, policy.model.device
@@ -90,11 +90,12 @@ class CachedBatch:
         inputs |= {"cache": self.cache, "use_cache": True, "logits_to_keep": 1}
         return self.policy.model(**inputs).logits[:, -1].float()
 
-    def write(self, logits, limit, stops, sampler):
+    def write(self, logits, limit, stops, sampler, drop_last=False):
         """Sample until each row has closed a tag of `stops`, ended with EOS, or is at the limit.
-        stops: a compiled pattern, looked for in the decoded text. Returns a Piece for each row.
+        stops: a compiled pattern, looked for in the decoded text. drop_last: a row's last token
+        will be replaced, so it is not to stay in the cache. Returns a Piece for each row.
         All rows go on until the last has ended, so that a token costs one wait for the device, for
-        the sampled ids; what came after a row's end is masked in the end."""
+        the sampled ids; what came after a row's end is masked afterwards."""
         before, lengths, all_logps = self.mask, self.lengths, []
         written, ended, one = [[] for _ in logits], set(), torch.ones_like(lengths)[:, None]
         for position in range(limit):
@@ -108,8 +109,9 @@ class CachedBatch:
             if position == limit - 1 or len(ended) == len(written):
                 break
             logits = self.forward(sampled[:, None], one)
-        self.pending = [ids[-1:] for ids in written]
-        cached = torch.tensor([len(ids) - 1 for ids in written], device=self.device)
+        cached = [min(len(ids) - drop_last, position) for ids in written]  # tokens of a row
+        self.pending = [ids[number:] for ids, number in zip(written, cached)]
+        cached = torch.tensor(cached, device=self.device)  # (B,)
         is_real = torch.arange(position, device=self.device) < cached[:, None]  # (B, position)
         self.mask, self.lengths = torch.cat([before, is_real.long()], 1), lengths + cached
         logps = torch.stack(all_logps, 1)  # (B, position + 1)
@@ -171,7 +173,7 @@ def write_until(batch, logits, limit, end, addition, sampler):
     """Sample up to the text `end` and put `addition` in its place: pieces of rows, as in Written.
     The last token is not in the cache yet and may hold more than the end: it is written anew."""
     rows, tokenizer = [], batch.policy.tokenizer
-    for ids, logps in batch.write(logits, limit, re.compile(end), sampler):
+    for ids, logps in batch.write(logits, limit, re.compile(end), sampler, drop_last=True):
         text = batch.decode(ids).split(end)[0] + addition
         new = encode(tokenizer, text[len(tokenizer.decode(ids[:-1])) :])
         rows.append([Piece(ids[:-1], logps[:-1]), Piece(new)])

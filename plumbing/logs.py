@@ -127,19 +127,19 @@ def symptoms(rows, max_searches):
     return found
 
 
-def batch_metrics(batches, trajectories):
+def batch_metrics(batches, trajectories, trained_tokens):
     """What an update says of its micro-batches: `padding`, the share of positions computed in vain;
     `sampling_logp_difference`, how far log-probabilities when sampled (cached, merged or in 4 bits)
     are from those of the update's first forward pass, over the trained tokens: TRL's name."""
-    total, largest, tokens, computed = 0.0, 0.0, 0, 0
+    computed, total, largest = 0, 0.0, 0.0
     for batch in batches:
         computed += batch["input_ids"].numel()
-        tokens += int(batch["completion_mask"].sum())
         # Both are 0 where nothing was sampled.
         difference = (batch["old_per_token_logps"] - batch["sampling_logps"]).abs()
-        total, largest = total + difference.sum().item(), max(largest, difference.max().item())
+        total += difference.sum().item()
+        largest = max(largest, difference.max().item())
     row = {"padding": 1 - sum(map(len, trajectories)) / computed}
-    row["sampling_logp_difference/mean"] = total / max(tokens, 1)
+    row["sampling_logp_difference/mean"] = total / trained_tokens
     return row | {"sampling_logp_difference/max": largest}
 
 

@@ -106,9 +106,7 @@ def parse_training(kind, arguments, description):
         problem = (longer if "--steps" in given else "") + f"leave out {', '.join(given)}"
         check(not given, where, problem)
         is_ones_own = settings.merge or not runs.is_shipped(settings.resume)
-        check(
-            is_ones_own, settings.resume, "comes with the project, finished: start one of your own"
-        )
+        check(is_ones_own, settings.resume, "ships with the project, finished; start your own")
         resumed = read_config(kind, settings.resume)
         resumed.merge = settings.merge
         return resumed, Path(settings.resume)

@@ -3,6 +3,7 @@
 METRICS = {"em": ("EM", 3), "f1": ("F1", 3), "sd": ("SD", 2), "se": ("SE", 3), "osr": ("OSR", 3)}
 LEGEND = """EM: exact match. F1: word overlap. SD: search depth, searches a question. SE: search
 efficiency, EM / SD. OSR: over-search ratio, share with a right self-answer before the last one."""
+AVERAGE = "average of the groups"  # in a comparison, beside the groups
 REPORT_HEAD = " EM 95% F1 SD 95% SE OSR OSR_t0 valid tokens sec n".split(" ")
 
 
@@ -38,7 +39,7 @@ def groups_of(result):
 
 def label(key, name):
     """How a group is called in tables and figures."""
-    if not key or name == "average" or (key, name) == ("hops", "hard"):
+    if not key or name == AVERAGE or (key, name) == ("hops", "hard"):
         return name
     return f"needs {name}" if key == "hops" else f"{key} {name}"
 

@@ -46,7 +46,7 @@ def test_compare_average_is_over_groups():
     uneven = {"by": {"hops": groups}, "em": 0.9}
 
     def over(metric):
-        return compare.over_seeds([{"greedy": uneven}], "greedy", ("hops", "average"), metric)
+        return compare.over_seeds([{"greedy": uneven}], "greedy", ("hops", compare.AVERAGE), metric)
 
     assert over("em") == (0.75, None)
     assert over("se") == (None, None), "a group that hardly searches would rule the mean"
@@ -123,4 +123,8 @@ def test_the_comparison_says_n(tmp_path):
     rows = compare.compare_rows(compare.load_arms([make_run(tmp_path / "a")]))
     heads = [row for row in rows if isinstance(row, str)]
     assert heads[:2] == ["sampled: all, n = 12", "sampled: needs 1, n = 4"]
-    assert "sampled: average" in heads
+    assert "sampled: average of the groups" in heads
+
+
+def test_a_group_called_average_is_a_group_like_others():
+    assert tables.label("level", "average") == "level average"

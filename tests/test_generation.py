@@ -14,34 +14,49 @@ from rollout import RolloutSettings, Sampling, rollout
 
 
 def test_no_token_goes_through_the_model_twice(tiny, world, monkeypatch):
-    """Counted are the tokens that calls add to the cache, those masked at once not included."""
-    seen, answers, branch = [], [], generation.CachedBatch.branch
+    """Every token of prompts, trajectories and branches is forwarded once, but for those that end
+    a trajectory or a branch at its very last position: nothing needs them. What rows that have
+    ended go on to say, until the others have ended too, is masked."""
+    cached, waiting, answers = [], [], []  # tokens that a call adds to the cache, or leaves
+    append, write = generation.CachedBatch.append, generation.CachedBatch.write
+    branch = generation.CachedBatch.branch
 
-    def counting(method):
-        def counted(batch, *arguments):
-            before = int(batch.mask.sum())
-            result = method(batch, *arguments)
-            seen.append(int(batch.mask.sum()) - before)
-            return result
+    def counting_append(batch, rows):
+        new, columns = batch.pending, batch.mask.shape[1]
+        new = [pending + row for pending, row in zip(new, rows)]
+        logits = append(batch, rows)
+        assert batch.mask[:, columns:].sum(1).tolist() == list(map(len, new))
+        cached.append(sum(map(len, new)))
+        waiting.append(-sum(len(pending) - len(row) for pending, row in zip(new, rows)))
+        return logits
 
-        return counted
+    def counting_write(batch, *arguments):
+        before = batch.lengths.clone()
+        written = write(batch, *arguments)
+        longest = max(len(piece.ids) for piece in written)
+        for piece, pending, grown in zip(written, batch.pending, batch.lengths - before):
+            was_last = len(piece.ids) == longest  # then, and only then, it was not forwarded
+            assert pending == (piece.ids[-1:] if was_last else [])
+            assert grown == len(piece.ids) - was_last
+        assert batch.mask.sum(1).tolist() == batch.lengths.tolist()
+        cached.append(int((batch.lengths - before).sum()))
+        waiting.append(sum(map(len, batch.pending)))
+        return written
 
-    def noting(batch, rows, *arguments):
+    def noting_branch(batch, rows, *arguments):
         written = branch(batch, rows, *arguments)
         answers.extend(zip(rows, written))
         return written
 
-    for name in ("append", "write"):
-        method = getattr(generation.CachedBatch, name)
-        monkeypatch.setattr(generation.CachedBatch, name, counting(method))
-    monkeypatch.setattr(generation.CachedBatch, "branch", noting)
+    for method in (counting_append, counting_write, noting_branch):
+        monkeypatch.setattr(generation.CachedBatch, method.__name__.split("_")[1], method)
     sampling = Sampling(num_generations=3)
     done = rollout(tiny, world.questions[:4], world.retriever, RolloutSettings(), sampling)
-    prompts = sum(len(t.prompt_ids) for t in done[::3])  # once for a group
-    completions = sum(len(t.completion_ids) - 1 for t in done)  # nothing follows the last token
     assert len(answers) >= sum(t.search_depth for t in done) > 0
-    branches = sum(len(probe) + len(answer.ids) - 1 for probe, answer in answers)
-    assert sum(seen) == prompts + completions + branches
+    prompts = sum(len(t.prompt_ids) for t in done[::3])  # once for a group
+    completions = sum(len(t.completion_ids) for t in done)
+    branches = sum(len(probe) + len(answer.ids) for probe, answer in answers)
+    assert sum(cached) + sum(waiting) == prompts + completions + branches
 
 
 def test_a_token_costs_one_wait_for_the_device(tiny, world, monkeypatch):

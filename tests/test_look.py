@@ -1,7 +1,6 @@
 """plumbing/look.py: what is shown and written where, options that do not go together, damage."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -96,13 +95,11 @@ def test_figures_are_drawn_beside_runs_of_ones_own_and_nowhere_else(tmp_path, ru
     assert not list(tmp_path.rglob("*.png"))
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository")
 def test_no_default_output_is_tracked():
     """What the commands of the README write goes beside runs, or is ignored by git."""
-    written = ["page.html", "compare.png", "curves.png", "eval.json", "forced_depth.png", "runs/a"]
-    command = ["git", "-C", ROOT, "check-ignore", *written]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.stdout.split() == written
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    written = ["page.html", "compare.png", "curves.png", "eval.json", "forced_depth.png"]
+    assert {"runs/", *(f"/{name}" for name in written)} <= set(ignored)
 
 
 # Damage and nonsense
