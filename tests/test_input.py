@@ -516,7 +516,6 @@ def test_what_a_terminal_cannot_show_is_replaced(tmp_path):
     small = "--steps 1 --num_questions 1 --num_generations 2 --eval_questions= --sample_every 1"
     commands = [f"train.py --questions q.jsonl --corpus \u6771.jsonl {small} --name x"]
     commands += ["retriever.py --corpus \u6771.jsonl --questions none\u6771.jsonl"]
-    commands += ["data/convert.py flashrag q.jsonl --out out\u6771"]
     environment = os.environ | {"PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
     for command in commands:
         script, *options = command.split()
