@@ -37,7 +37,7 @@ class EvalSettings(RolloutSettings):
     model: str | None = setting(None, "model folder or name, instead of a run")
     adapter: str | None = setting(None, "LoRA adapter folder; default: the run's")
     questions: str | None = setting(None, "questions, JSONL")
-    corpus: str | None = setting(None, "corpus, JSONL, or an index of it, .npz")
+    corpus: str | None = setting(None, "corpus, JSONL, or an index of it")
     retriever_url: str | None = setting(None, "search server to use instead of the corpus")
     temperature: float = setting(0.0, "0 is greedy", low=0)
     samples: int = setting(1, "trajectories per question, with a temperature above 0", low=1)

@@ -1,7 +1,7 @@
 """Where passages come from: BM25 over a corpus in memory, or a search server.
 
     python retriever.py --corpus C.jsonl --questions Q.jsonl  # recall@3 and @5 of plain questions
-    python retriever.py --corpus C.jsonl --save_index C.npz   # then --load_index C.npz for --corpus
+    python retriever.py --corpus C.jsonl --save_index INDEX   # then --load_index for --corpus
     python retriever.py --corpus C.jsonl --serve              # under Search-R1's HTTP protocol
 
 A retriever is anything with `search(queries, k)`. Two choices differ from rank-bm25 as it comes:
@@ -105,7 +105,7 @@ class BM25:
         return found
 
     def save(self, path):
-        """Write the index to one .npz file. Raises OSError."""
+        """Write the index to one .safetensors file. Raises OSError."""
         indexes.save(path, self.index)
 
     @classmethod
@@ -118,11 +118,11 @@ class BM25:
 
 
 def open_retriever(corpus, url=None):
-    """The server at `url`, or a BM25 over a corpus file or its index (.npz). Raises DataError."""
+    """The server at `url`, or a BM25 over a corpus or an index, .safetensors. Raises DataError."""
     if url:
         return search_http.SearchClient(url)
     path = files.locate(corpus)
-    if path.endswith(".npz"):
+    if path.endswith(".safetensors"):
         return BM25.load(path)
     return BM25(data.load_corpus(path), source=path)
 
@@ -151,7 +151,7 @@ def main(arguments=None):
     source.add_argument("--corpus", help="JSONL file of passages")
     source.add_argument("--load_index", help="index written by --save_index, in place of --corpus")
     parser.add_argument("--questions", help="JSONL file: print recall@3, recall@5 of its questions")
-    parser.add_argument("--save_index", help="write the index to this .npz file")
+    parser.add_argument("--save_index", help="write the index to this .safetensors file")
     parser.add_argument("--serve", action="store_true", help="answer POST /retrieve until stopped")
     parser.add_argument("--host", default="127.0.0.1", help="for --serve (default: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="for --serve (default: 8000)")

@@ -3,6 +3,7 @@
 import re
 import sys
 from functools import partial
+from itertools import islice
 
 from jinja2 import TemplateError
 
@@ -57,7 +58,8 @@ def render(tokenizer, question, system_prompt):
 def warn(tokenizer, system_prompt, prompt_style, task):
     """Say, a line each, what may surprise in a model's prompts for a `data.Task`."""
     found, texts = [], [question["question"] for question in task.questions[:100]]
-    texts += [passage["text"] for passage in getattr(task.retriever, "passages", [])[:100]]
+    passages = islice(getattr(task.retriever, "passages", []), 100)
+    texts += [passage["text"] for passage in passages]
     if not is_plain(tokenizer, prompt_style) and NO_INSTRUCTIONS not in tokenizer.chat_template:
         if system_prompt not in render(tokenizer, "?", system_prompt):
             found.append("the model's chat template drops the instructions: --prompt_style plain")

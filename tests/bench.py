@@ -54,7 +54,7 @@ class Sizes:
     questions: int = 8
     num_generations: int = 8
     max_searches: int = 4
-    passages: tuple = (1_000, 10_000, 66_000)
+    passages: tuple = (1_000, 10_000, 66_000, 500_000)
     queries: int = 200
     rank_bm25_queries: int = 5  # it needs a third of a second for one
     scaling_rollouts: tuple = (32, 64, 128)
@@ -455,9 +455,21 @@ def bm25_at(texts, queries, sizes):
     few, label = queries[: sizes.rank_bm25_queries], f"BM25, {len(texts):,} passages"
     unit = "ms a query"
 
+    before = psutil.Process().memory_info().rss
     build, bm25 = timed(lambda: BM25(passages), 1)
+    memory = (psutil.Process().memory_info().rss - before) / 2**20
     ours = timed(lambda: bm25.search(queries, k=3), sizes.runs)[0] / len(queries)
-    row(f"{label}: ours", 1000 * ours, unit, note=f"built once in {build:.2g} s")
+    note = f"built once in {build:.2g} s, then {memory:,.0f} MiB more"
+    row(f"{label}: ours", 1000 * ours, unit, note=note)
+    with tempfile.TemporaryDirectory() as folder:
+        index = f"{folder}/index.safetensors"
+        bm25.save(index)
+        size = Path(index).stat().st_size / 2**20
+        seconds, mapped = timed(lambda: BM25.load(index), sizes.runs)
+        assert mapped.search(queries[:9], k=3) == bm25.search(queries[:9], k=3)
+    row(
+        f"{label}: ours, the index loaded by memory map", seconds, note=f"a file of {size:,.0f} MiB"
+    )
 
     build, okapi = timed(lambda: BM25Okapi(list(map(tokenise, texts))), 1)
     seconds, _ = timed(lambda: [okapi.get_scores(tokenise(query)) for query in few], sizes.runs)

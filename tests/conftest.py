@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these are CPU tests, in float32
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # they run side by side
 
 import pytest
 import torch

@@ -209,7 +209,7 @@ def test_cost_of_a_large_index_in_proportion():
 
 
 def test_open_retriever(tmp_path):
-    corpus, index = tmp_path / "c.jsonl", tmp_path / "c.npz"
+    corpus, index = tmp_path / "c.jsonl", tmp_path / "c.safetensors"
     corpus.write_text(PASSAGE)
     opened = retriever.open_retriever(corpus)
     opened.save(index)
@@ -262,7 +262,7 @@ def test_recall_on_the_hotpotqa_sample():
 
 
 def test_command_line(tmp_path, capsys):
-    corpus, questions, index = (str(tmp_path / name) for name in ("c.jsonl", "q.jsonl", "i.npz"))
+    corpus, questions, index = (str(tmp_path / name) for name in ("c.jsonl", "q.jsonl", "index"))
     with open(corpus, "w") as file:
         file.write('{"id": "1", "title": "Paris", "text": "in France"}\n')
         file.write('{"id": "2", "title": "B", "text": "in"}')
@@ -278,7 +278,7 @@ def test_command_line(tmp_path, capsys):
 WRONG = [
     ["--questions", "C"],
     ["--questions", "none"],
-    ["--save_index", "no/where/i.npz"],
+    ["--save_index", "no/where/i.safetensors"],
     ["--serve", "--port", "99999"],
 ]
 
