@@ -8,7 +8,6 @@ How the default rules, `PAPER`, depart from the paper and from the authors' rele
 5. Normalising also composes accents and drops all punctuation; "A" stays, "" matches nothing.
 6. No departure, but it matters: without a search there is no self-answer, and a right answer earns
    1.1; with one, up to 2.3 (released: 2.475). Our "autosearch-t0" closes the hole: asked at t = 0.
-A trajectory has search steps t = 1..n and an answer step n + 1.
 """
 
 import math
@@ -30,14 +29,12 @@ class Weights:
     outcome: float = 1.0
     efficiency: float = 1.0
     quality: float = 1.0
-    # Base reward, format
-    valid_search: float = 0.025
+    valid_search: float = 0.025  # base reward, format, of a step
     invalid_search: float = -0.025  # also for a query that repeats an earlier one
     valid_answer: float = 0.1
     invalid_answer: float = -0.5
     repeat_cosine: float = 0.8  # a query repeats another above this cosine of their TF-IDF vectors
-    # Efficiency reward, per search step
-    explore: float = 0.0125  # t_c < 0: no intermediate answer was right, keep searching
+    explore: float = 0.0125  # efficiency of a step: t_c < 0, nothing was right, keep searching
     effective_budget: float = 0.2  # 0 < t <= t_c: effective_budget / t_c - effective_slope
     effective_slope: float = 0.025
     over_search: float = -0.05  # t > t_c
@@ -46,6 +43,8 @@ class Weights:
     search_cost: float = 0.0  # flat cost of each search
     information_gain: float = 0.0  # StepSearch: share of the supporting titles that a step finds
     redundancy: float = 0.0  # StepSearch: share of a step's passages that were seen before
+    extra_search: float = 0.0  # for each search more than the group's shortest right rollout made
+    extra_search_cap: float = 0.3  # the most that is lost so
     released: bool = False  # the released code's reading of all of the above
 
 
@@ -57,6 +56,7 @@ REWARDS = {
     "autosearch": PAPER,
     "autosearch-released": RELEASED,
     "autosearch-t0": replace(PAPER, ask_before_search=True, about="paper's, asked at t = 0 too"),
+    "group-shortest": replace(OUTCOME, extra_search=0.1, about="outcome, the shortest right wins"),
     "no-base": replace(PAPER, format=0.0, outcome=0.0, about="ablation: no format, no outcome"),
     "no-efficiency": replace(PAPER, efficiency=0.0, about="ablation: no efficiency reward"),
     "no-quality": replace(PAPER, quality=0.0, about="ablation: no quality reward"),

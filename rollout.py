@@ -164,6 +164,26 @@ class Trajectory:
         return cls(question, turns, saved_tokens=row["tokens"], **same)
 
 
+def score_groups(trajectories, weights, num_generations):
+    """The Score of each trajectory, the `num_generations` of a question side by side."""
+    scores = [trajectory.score(weights) for trajectory in trajectories]
+    for i in range(0, len(scores), num_generations) if weights.extra_search else []:
+        group = slice(i, i + num_generations)
+        charge_extra_searches(scores[group], trajectories[group], weights)
+    return scores
+
+
+def charge_extra_searches(scores, trajectories, weights):
+    """group-shortest: a right rollout pays, on its answer step, for searches that the shortest
+    right one of its group did without; a wrong one pays nothing."""
+    right = [(s, t.search_depth) for s, t in zip(scores, trajectories) if s.em == 1]
+    shortest = min((depth for _, depth in right), default=0)
+    for score, depth in right:
+        cost = min(weights.extra_search * (depth - shortest), weights.extra_search_cap)
+        score.parts[-1]["efficiency"] -= cost
+        score.__post_init__()  # its sums
+
+
 # The rollout
 
 

@@ -31,7 +31,7 @@ from eval import evaluate, held_out_reward, mean_metrics, measure
 from plumbing import data, figures, files, logs, memory, models, options, prompts, runs, tables
 from plumbing.options import setting
 from retriever import open_retriever
-from rollout import RolloutSettings, Sampling, rollout, system_prompt_of
+from rollout import RolloutSettings, Sampling, rollout, score_groups, system_prompt_of
 
 
 @dataclass
@@ -49,7 +49,7 @@ class TrainSettings(RolloutSettings, options.RunSettings):
     epsilon: float = setting(0.2, "clip range of the ratio", low=0)
     beta: float = setting(0.0, "KL coefficient; 0 computes no reference", low=0)
     max_grad_norm: float = setting(1.0, "gradients above this norm are scaled down", low=0)
-    micro_batch_tokens: int = setting(4096, "most in one forward and backward pass", low=1)
+    micro_batch_tokens: int = setting(2048, "most in one forward and backward pass", low=1)
 
 
 def train(policy, optimizer, task, held_out, settings, run, first_step):
@@ -73,7 +73,7 @@ def train(policy, optimizer, task, held_out, settings, run, first_step):
                 trajectories = rollout(policy, questions, task.retriever, settings, sampling, clock)
 
             # Rewards: the sum over a trajectory's steps
-            scores = [trajectory.score(weights) for trajectory in trajectories]
+            scores = score_groups(trajectories, weights, G)
             rewards = total_rewards(scores, trajectories)  # (N,), N = questions * G
 
             # Advantages: against the other rollouts of the question

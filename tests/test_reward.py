@@ -257,7 +257,7 @@ def test_wrong_lengths_are_refused(turns, answers):
 
 def test_every_named_reward_has_one_line_about_itself():
     ablations = ["no-base", "no-efficiency", "no-quality"]
-    baselines = ["outcome", "outcome-no-format", "search-penalty", "stepsearch"]
+    baselines = ["outcome", "outcome-no-format", "search-penalty", "group-shortest", "stepsearch"]
     ours = ["autosearch", "autosearch-released", "autosearch-t0"]
     assert {*ours, *ablations, *baselines} <= REWARDS.keys(), "a fork may add its own"
     lines = [weights.about for weights in REWARDS.values()]

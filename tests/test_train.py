@@ -14,7 +14,7 @@ import reward
 import train as tr
 from plumbing import files, generation, logs, models
 from plumbing.files import DataError
-from rollout import RolloutSettings, Sampling, Trajectory, rollout
+from rollout import RolloutSettings, Sampling, Trajectory, Turn, rollout, score_groups
 from train import TrainSettings, group_advantages, grpo_loss, make_micro_batches, per_token_logps
 
 QUESTION = {"id": "q7", "question": "?", "golden_answers": ["x"], "metadata": {}}
@@ -60,6 +60,22 @@ def test_totals_that_are_equal_on_paper_are_no_signal():
     assert len(different) > 1, "if all are equal the rounding is needless"
     rewards = tr.total_rewards(scores, [Trajectory(QUESTION)] * 4)
     assert rewards.unique().tolist() == [2.3]
+
+
+def test_group_shortest_charges_for_what_the_shortest_right_rollout_did_without():
+    """Right with 1, 3 and 9 searches, wrong with none; then a group without a right one."""
+    trajectories = []
+    for searches, answer in [(1, "x"), (3, "x"), (9, "x"), (0, "y")] + [(2, "y")] * 4:
+        texts = [f"<think>a</think><search>word{i}</search>" for i in range(searches)]
+        turns = [Turn(text, "search", query=text) for text in texts]
+        turns.append(Turn(f"<think>b</think><answer>{answer}</answer>", "answer"))
+        trajectories.append(Trajectory(QUESTION, turns))
+    weights = reward.REWARDS["group-shortest"]
+    plain = [trajectory.score(reward.OUTCOME).total for trajectory in trajectories]
+    scores = score_groups(trajectories, weights, 4)
+    costs = [before - score.total for before, score in zip(plain, scores)]
+    assert costs == pytest.approx([0, 0.2, weights.extra_search_cap, 0] + [0] * 4)
+    assert scores[1].parts[-1]["efficiency"] == pytest.approx(-0.2), "on the answer step"
 
 
 # Loss and gradients
@@ -125,7 +141,7 @@ def test_nothing_is_computed_again_and_the_first_ratio_is_exactly_one(
     monkeypatch.setattr(tr, "grpo_loss", recording)
     inner = lora.model.get_base_model().base_model
     hook = inner.register_forward_hook(lambda *_: calls.append(1))
-    settings = TrainSettings(beta=beta, num_iterations=num_iterations)
+    settings = TrainSettings(beta=beta, num_iterations=num_iterations, micro_batch_tokens=4096)
     tr.update(lora.model, adamw(lora.model, 0.0), played, torch.ones(len(played)), 0.0, settings)
     hook.remove()
     assert len(calls) == forwards and (ratios[0] == 1).all()
