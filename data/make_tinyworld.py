@@ -2,6 +2,7 @@
 
     python data/make_tinyworld.py  # writes data/tinyworld/, byte for byte as shipped
     python data/make_tinyworld.py --seed 7 --out FOLDER  # another world of the same kind
+    python data/make_tinyworld.py --deep --out FOLDER  # with questions that need 4 searches
 
 Two worlds are written, one to train on and one to be measured on, each with a corpus and questions.
 Names are two words; a fifth of all word pairs is kept for the dev world, so no dev name stands in
@@ -149,6 +150,7 @@ QUESTIONS = {
     "train": {"0": 440, "1": 600, "2": 600, "3": 600, "hard": 260},
     "dev": {"0": 115, "1": 120, "2": 120, "3": 120, "hard": 120},
 }
+DEEP = {"train": {"4": 600}, "dev": {"4": 120}}
 
 
 @dataclass
@@ -341,8 +343,8 @@ def needs_all_searches(world, retriever, relations, subjects):
     return True
 
 
-def make_questions(rng, world, split):
-    """Questions of all groups, shuffled; dicts as in the questions file."""
+def make_questions(rng, world, split, numbers):
+    """So many questions of each group, shuffled; dicts as in the questions file."""
     retriever = BM25(world.passages)
     questions, seen = [], set()
 
@@ -356,10 +358,9 @@ def make_questions(rng, world, split):
         questions.append({"question": text, "golden_answers": [answer], "metadata": metadata})
         return True
 
-    for text, name, relation in famous_questions(split)[: QUESTIONS[split]["0"]]:
+    for text, name, relation in famous_questions(split)[: numbers["0"]]:
         add("0", text, world.facts[name][relation], [name], 0)
-    for group in ("1", "2", "3", "hard"):
-        missing = QUESTIONS[split][group]
+    for group, missing in list(numbers.items())[1:]:
         while missing:
             hops = rng.choice([1, 2]) if group == "hard" else int(group)
             chain = (sample_hard if group == "hard" else sample_chain)(rng, world, hops)
@@ -413,12 +414,14 @@ def main(arguments=None):
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "tinyworld", help="folder to write to"
     )
+    parser.add_argument("--deep", action="store_true", help="with questions that need 4 searches")
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "dev"):
         rng = random.Random(f"{args.seed} {split}")
         world = make_world(rng, name_pairs(split), num_hard=HARD_PEOPLE[split])
-        questions = make_questions(rng, world, split)
+        numbers = QUESTIONS[split] | (DEEP[split] if args.deep else {})
+        questions = make_questions(rng, world, split, numbers)
         corpus = [
             {"id": p["id"], "contents": f'"{p["title"]}"\n{p["text"]}'} for p in world.passages
         ]

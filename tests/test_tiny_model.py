@@ -37,7 +37,7 @@ def test_demonstrations_are_valid_and_worth_what_they_should(group):
             continue
         turns = [text for text, weight, branch in demo.segments if weight == 1.0 and branch == 0]
         assert all(reward.valid_steps(turns))
-        assert len(turns) == demo.searches + 1 <= tm.MAX_SEARCHES + 1
+        assert len(turns) == demo.searches + 1 <= tm.STAGES[-1].max_searches + 1
         searches.append(demo.searches)
     assert len(set(searches)) > 1, "some search more than others"
 
@@ -60,7 +60,7 @@ def test_a_branch_sees_the_trajectory_so_far_and_itself(tiny, demonstrations):
 def test_what_would_fail_after_the_training_fails_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr(tm, "train_stage", lambda *_: pytest.fail("it trains"))
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="--batch_size 0: must be at least 1"):
+    with pytest.raises(DataError, match="--batch_size 0: must be above 0"):
         tm.main(["--batch_size", "0", "--out", str(tmp_path / "new")])
     with pytest.raises(OSError, match="file"):
         tm.main(["--out", str(tmp_path / "file")])
