@@ -21,7 +21,14 @@ sys.path.insert(0, str(ROOT))
 from plumbing import figures, files, tables  # noqa: E402
 from plumbing.stats import mean  # noqa: E402
 
+FORCED = ROOT / "data" / "results" / "forced_depth.json"
 PRICES = (0.05, 0.1, 0.2, 0.3, 0.5)
+HEAD = """# The claims, on the tiny world
+
+Made by `python data/claims.py` from the reports of {seeds} seeds each; `RUNS` in it lists the
+settings, and its functions the thresholds. EM / SD on held-out questions: the mean over seeds, with
+the lowest and the highest behind it.
+"""
 GROUPS = {"all": ("", "all")} | {name: ("hops", name) for name in ("0", "1", "2", "3", "hard")}
 RUNS = {"autosearch": "", "outcome": "--reward outcome"}
 for price in PRICES:
@@ -34,11 +41,14 @@ for G in (4, 16):
     RUNS[f"group-shortest-G{G}"] = f"--reward group-shortest {size}"
     RUNS[f"autosearch-G{G}"] = size
 # Other cold starts, made from the shipped one: options of make_tiny_model.py, then of the runs
-COLD_STARTS = {"rarely": ("--early_stop 0.03", ""), "no-famous": ("--no_famous", "")}
-DEEP = "--max_searches 6 --max_context 1000"
-COLD_STARTS["deep"] = ("--deep", DEEP)
-for start, (_, options) in COLD_STARTS.items():
-    for name in ("autosearch", "outcome", "search-penalty-0.1", "search-penalty-0.3"):
+FLAT = ("autosearch", "outcome", "search-penalty-0.1", "search-penalty-0.3")
+COLD_STARTS = {
+    "rarely": ("--early_stop 0.03", "", FLAT),
+    "no-famous": ("--no_famous", "", ("autosearch-t0",)),
+    "deep": ("--deep", "--max_searches 6 --max_context 1000", FLAT),
+}
+for start, (_, options, names) in COLD_STARTS.items():
+    for name in names:
         model = f"--model runs/model-{start}"
         world = "runs/world-deep" if start == "deep" else "data/tinyworld"
         paths = f"--questions {world}/train.jsonl --corpus {world}/train_corpus.jsonl"
@@ -51,11 +61,11 @@ for start, (_, options) in COLD_STARTS.items():
 
 def train_missing(names, seeds, jobs):
     """Train the runs that have no reports yet in runs/, so many at a time."""
-    for start, (options, _) in COLD_STARTS.items():
+    for start, (options, _, _) in COLD_STARTS.items():
         model = Path(f"runs/model-{start}")
         if any(name.startswith(start) for name in names) and not (model / "config.json").exists():
             script(f"data/make_tiny_model.py --start_from data/tiny_model {options} --out {model}")
-    if not Path("runs/world-deep").exists():
+    if any(name.startswith("deep") for name in names) and not Path("runs/world-deep").exists():
         script("data/make_tinyworld.py --deep --out runs/world-deep")
     wanted = [(name, seed) for name in names for seed in range(seeds)]
     with ThreadPoolExecutor(jobs) as pool:
@@ -69,7 +79,7 @@ def train_one(run, threads):
     report = folder / "eval.json"
     if report.exists() and "after" in files.read_json(report):
         return
-    options = f"{RUNS[name]} --seed {seed} --name {folder.name} --eval_limit 1000 --sample_every 0"
+    options = f"{RUNS[name]} --seed {seed} --name {folder.name} --eval_limit 1000"
     script(f"train.py --resume {folder}" if folder.exists() else f"train.py {options}", threads)
     print(f"{folder} done", flush=True)
 
@@ -92,13 +102,28 @@ class Reports:
     """The reports of runs that are there: {name: [{"before", "after"} a seed]}."""
 
     def __init__(self, folder, seeds):
-        self.runs = {}
+        self.runs, self.seeds = {}, seeds
+        forced = Path(folder) / "forced_depth.json"
+        self.forced = files.read_json(forced if forced.exists() else FORCED)["forced"]
         for name in RUNS:
             paths = [Path(folder) / f"{name}-seed{seed}" / "eval.json" for seed in range(seeds)]
             results = [files.read_json(path) for path in paths if path.exists()]
             results = [result for result in results if "after" in result]
             if results:
                 self.runs[name] = results
+
+    def has(self, name):
+        return name in self.runs
+
+    def rows(self):
+        """(label, run, moment) of each line of a table of all runs."""
+        rows = [("before training", "autosearch", "before")]
+        for name in self.runs:
+            start, _, rest = name.rpartition("-autosearch")
+            if start in COLD_STARTS and not rest:
+                rows.append((f"{start}: before training", name, "before"))
+            rows.append((f"`{name}`", name, "after"))
+        return rows
 
     def values(self, name, group, metric, decoding, moment):
         """A number of a run for each seed."""
@@ -116,3 +141,255 @@ class Reports:
             spread = f"{min(found):.{digits}f}-{max(found):.{digits}f}"
             cells.append(f"{mean(found):.{digits}f} ({spread})")
         return " / ".join(cells)
+
+
+# The claims
+
+
+def verdict(*facts):
+    """holds: all facts are true; partly: some are; not here: none is."""
+    return "holds" if all(facts) else "partly" if any(facts) else "not here"
+
+
+def forced_depth(reports):
+    """(a) Accuracy rises to a sufficient depth, then no more; over-searching goes on rising."""
+    forced, facts, words = reports.forced, [], []
+    for need in ("1", "2", "3"):
+        at = [tables.groups_of(report)["hops", need] for report in forced.values()]
+        em, deepest = [r["em"] for r in at], at[-1]
+        facts.append(em[int(need)] >= max(em) - 0.05 and em[int(need) - 1] < em[int(need)] - 0.3)
+        facts.append(deepest["osr"] > at[int(need)]["osr"] + 0.3)
+        words.append(f"needs {need}: EM {', '.join(f'{value:.2f}' for value in em)}")
+    text = f"{'; '.join(words)} at {', '.join(forced)} forced searches; OSR at 4: "
+    osr = [tables.groups_of(forced["4"])["hops", need]["osr"] for need in ("1", "2", "3")]
+    return verdict(*facts), text + ", ".join(f"{value:.2f}" for value in osr)
+
+
+def depth_to_the_need(reports):
+    """(c) `autosearch` brings depth to the need, from both sides, at equal or better EM."""
+    facts, words = [], []
+    for need in ("1", "2", "3"):
+        start = reports.mean("autosearch", need, "sd", moment="before")
+        end = reports.mean("autosearch", need, "sd")
+        facts.append(abs(end - int(need)) < 0.15)
+        words.append(f"needs {need}: {start:.2f} to {end:.2f} searches")
+    ems = [reports.mean("autosearch", decoding=d, moment=m) for d, m in EM_PAIRS]
+    facts.append(ems[1] >= ems[0] - 0.01 and ems[3] >= ems[2] - 0.01)
+    text = f"temperature 1, {'; '.join(words)}; EM {ems[0]:.3f} to {ems[1]:.3f}"
+    return verdict(*facts), f"{text}, greedy {ems[2]:.3f} to {ems[3]:.3f}"
+
+
+def outcome_over_searches(reports):
+    """(d) Training on the final answer (`outcome`) over-searches."""
+    depth = [reports.mean("outcome", metric="sd", moment=m) for m in ("before", "after")]
+    osr = [reports.mean("outcome", metric="osr", moment=m) for m in ("before", "after")]
+    text = f"searches {depth[0]:.2f} to {depth[1]:.2f}, OSR {osr[0]:.2f} to {osr[1]:.2f}"
+    return verdict(depth[1] > depth[0] + 0.2, osr[1] > osr[0] + 0.1), f"temperature 1: {text}"
+
+
+def price_matters(reports):
+    """(e) A flat penalty works if its price suits every question."""
+    names = [
+        f"search-penalty-{price}" for price in PRICES if reports.has(f"search-penalty-{price}")
+    ]
+    ours = reports.mean("autosearch"), reports.mean("autosearch", "hard")
+    best = max(reports.mean(name) for name in names)
+    hard = {name: reports.mean(name, "hard") for name in names}
+    text = f"EM {ours[0]:.3f} (hard {ours[1]:.2f}) without a price; with one of "
+    cells = [f"{n.split('-')[-1]}: {reports.mean(n):.3f} ({hard[n]:.2f})" for n in names]
+    worst = min(reports.mean(name) for name in names)
+    facts = best > ours[0] - 0.02, worst < ours[0] - 0.1, min(hard.values()) < ours[1] - 0.1
+    return verdict(*facts), text + ", ".join(cells)
+
+
+def ablation(name, what):
+    """(f) What is lost without a part of the reward: more searches, or fewer right answers."""
+
+    def claim(reports):
+        lost = reports.mean("autosearch") - reports.mean(name)
+        extra = reports.mean(name, metric="sd") - reports.mean("autosearch", metric="sd")
+        text = f"EM {reports.text(name)} against {reports.text('autosearch')} (temperature 1)"
+        is_so = extra > 0.3 if what == "depth" else lost > 0.03 or extra < -0.3
+        return verdict(is_so), text
+
+    return claim
+
+
+def released_rules(reports):
+    """(g) The released code's rules do as well as the paper's."""
+    ems = [reports.mean(name) for name in ("autosearch-released", "autosearch")]
+    osr = [reports.mean(name, metric="osr") for name in ("autosearch-released", "autosearch")]
+    text = f"{reports.text('autosearch-released')} against {reports.text('autosearch')}"
+    text += f"; OSR {osr[0]:.3f} against {osr[1]:.3f}"
+    return verdict(ems[0] > ems[1] - 0.02, abs(osr[0] - osr[1]) < 0.05), text
+
+
+def last_needless_search(reports):
+    """(h) Asking before the first search too (`autosearch-t0`) removes the last needless search."""
+    depths = [reports.mean(name, "0", "sd") for name in ("autosearch", "autosearch-t0")]
+    penalties = [reports.mean(f"search-penalty-{price}", "0", "sd") for price in (0.1, 0.3)]
+    text = f"needs 0: {depths[0]:.2f} searches with the paper's rules, {depths[1]:.2f} with t = 0"
+    text += f"; with a flat price of 0.1 and 0.3: {penalties[0]:.2f} and {penalties[1]:.2f}"
+    return verdict(
+        depths[1] < 0.2, depths[0] > 0.8
+    ), text + ". One search there is the paper's rule"
+
+
+def depends_on_the_model(reports):
+    """(b) The sufficient depth depends on the model: famous facts that it does not know."""
+    before = [reports.mean(name, "0", "em", moment="before") for name in BOTH_STARTS]
+    depths = [reports.mean(name, "0", "sd", moment="before") for name in BOTH_STARTS]
+    after = [reports.mean(name, "0", "sd") for name in BOTH_STARTS]
+    text = f"needs 0, asked at t = 0: searches {after[0]:.2f} where the model knows the fact, "
+    text += f"{after[1]:.2f} where it was trained to search it (before: {depths[0]:.2f}, "
+    text += f"{depths[1]:.2f}; EM {before[0]:.2f}, {before[1]:.2f})"
+    return verdict(after[0] < 0.2, 0.8 < after[1] < 1.2), text
+
+
+def answer_only(reports):
+    """(i) A policy that is paid for self-answers makes a search that it does not need."""
+    paid = reports.mean("autosearch", "0", "sd")
+    names = ("no-quality", "search-penalty-0.1", "search-penalty-0.3")
+    unpaid = {name: reports.mean(name, "0", "sd") for name in names}
+    text = ", ".join(f"`{name}` {depth:.2f}" for name, depth in unpaid.items())
+    return verdict(*(depth < 0.5 for depth in unpaid.values())), (
+        f"searches where none is needed: `autosearch` {paid:.2f}; {text}"
+    )
+
+
+def group_tells(reports):
+    """(j) Self-answers tell more than the group's shortest right rollout does."""
+    words, gains = [], []
+    for size in ("-G4", "", "-G16"):
+        if reports.has("group-shortest" + size) and reports.has("autosearch" + size):
+            pair = [reports.mean(n + size, "hard") for n in ("autosearch", "group-shortest")]
+            gains.append(pair[0] > pair[1] + 0.05)
+            words.append(f"G = {size[2:] or 8}: hard EM {pair[0]:.2f} against {pair[1]:.2f}")
+    text = f"{reports.text('group-shortest')} against {reports.text('autosearch')}; "
+    return verdict(*gains), text + ", ".join(words)
+
+
+BOTH_STARTS = ("autosearch-t0", "no-famous-autosearch-t0")
+EM_PAIRS = [(d, m) for d in ("sampled", "greedy") for m in ("before", "after")]
+CLAIMS = [  # what is claimed, the runs that it needs, who judges
+    (
+        "(a) Accuracy rises to a sufficient depth, then no more; over-searching goes on",
+        [],
+        forced_depth,
+    ),
+    ("(b) That depth depends on the model", list(BOTH_STARTS), depends_on_the_model),
+    (
+        "(c) `autosearch` brings depth to the need, from both sides, at no loss of EM",
+        ["autosearch"],
+        depth_to_the_need,
+    ),
+    ("(d) `outcome` over-searches", ["outcome"], outcome_over_searches),
+    (
+        "(e) A flat penalty works if its price suits every question",
+        ["autosearch", "search-penalty-0.1", "search-penalty-0.3"],
+        price_matters,
+    ),
+    (
+        "(f) Without the efficiency reward depth drifts up",
+        ["autosearch", "no-efficiency"],
+        ablation("no-efficiency", "depth"),
+    ),
+    (
+        "(f) Without the quality reward depth or accuracy suffers",
+        ["autosearch", "no-quality"],
+        ablation("no-quality", "accuracy"),
+    ),
+    (
+        "(f) Without the base reward depth or accuracy suffers",
+        ["autosearch", "no-base"],
+        ablation("no-base", "accuracy"),
+    ),
+    (
+        "(g) The released code's rules do as well as the paper's",
+        ["autosearch", "autosearch-released"],
+        released_rules,
+    ),
+    (
+        "(h) `autosearch-t0` removes the last needless search",
+        ["autosearch", "autosearch-t0", "search-penalty-0.1", "search-penalty-0.3"],
+        last_needless_search,
+    ),
+    (
+        "(i) Where no search is needed, a policy not paid for self-answers answers at once",
+        ["autosearch", "no-quality", "search-penalty-0.1", "search-penalty-0.3"],
+        answer_only,
+    ),
+    (
+        "(j) On hard questions self-answers tell more than the group's shortest right rollout",
+        ["autosearch", "group-shortest"],
+        group_tells,
+    ),
+]
+
+
+# Writing
+
+
+def markdown(reports):
+    """All claims with their verdicts, then all runs, as a page."""
+    lines = [HEAD.format(seeds=reports.seeds), "| claim | verdict | numbers |", "|---|---|---|"]
+    for text, needed, judge in CLAIMS:
+        missing = [name for name in needed if not reports.has(name)]
+        said, numbers = ("not measured", ", ".join(missing)) if missing else judge(reports)
+        lines.append(f"| {text} | **{said}** | {numbers} |")
+    for decoding, title in (("sampled", "temperature 1"), ("greedy", "greedy")):
+        lines += ["", f"| EM / searches, {title} | {' | '.join(GROUPS)} | OSR |"]
+        lines.append("|---" * (len(GROUPS) + 2) + "|")
+        for label, name, moment in reports.rows():
+            how = {"decoding": decoding, "moment": moment}
+            cells = [reports.text(name, group, **how) for group in GROUPS]
+            osr = reports.mean(name, metric="osr", **how)
+            lines.append(f"| {label} | {' | '.join(cells)} | {osr:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot_prices(reports, path):
+    """EM against searches: the flat penalty by its price, and what needs none."""
+    title = "Exact match against searches, temperature 1: a flat price of a search, and AutoSearch"
+    priced = [(f"search-penalty-{price}", f"{price:g}") for price in PRICES]
+    priced = [("outcome", "0"), *[pair for pair in priced if reports.has(pair[0])]]
+    points = [("before training", "autosearch", "before", "o", "#555555")]
+    points.append(("autosearch", "autosearch", "after", "s", figures.COLOURS[0]))
+    with figures.figure_of(path, 2, (4.6, 3.6), title, "exact match (EM)", sharey=False) as axes:
+        for ax, group in zip(axes, ("all", "hard")):
+            x = [reports.mean(name, group, "sd") for name, _ in priced]
+            y = [reports.mean(name, group) for name, _ in priced]
+            style = {"color": figures.COLOURS[1], "marker": "o", "linewidth": 1}
+            ax.plot(x, y, label="flat penalty, by its price (0: outcome)", **style)
+            for depth, em, (_, price) in zip(x, y, priced):
+                ax.annotate(price, (depth, em), (5, -11), textcoords="offset points")
+            for label, name, moment, marker, colour in points:
+                at = [reports.mean(name, group, metric, moment=moment) for metric in ("sd", "em")]
+                ax.plot(*at, marker, color=colour, markersize=10, label=label)
+            ax.set(
+                title=f"{group} questions", xlabel="searches per question (SD)", xlim=(-0.3, 4.3)
+            )
+            ax.set_ylim(bottom=0)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--reports", default="data/results", help="folder of the runs")
+    parser.add_argument("--train", action="store_true", help="train what is missing in runs/")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="train these")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs trained at a time")
+    args = parser.parse_args(arguments)
+    if args.train:
+        files.check(args.reports == "runs", f"--reports {args.reports}", "--train needs runs")
+        train_missing(args.only, args.seeds, args.jobs)
+    folder, reports = Path(args.reports), Reports(args.reports, args.seeds)
+    for name in ("autosearch", "outcome"):
+        files.check(reports.has(name), folder, f"no reports of {name}; --train makes them")
+    files.write_text(folder / "claims.md", markdown(reports))
+    plot_prices(reports, folder / "prices.png")
+    print(f"{folder / 'claims.md'}, {folder / 'prices.png'}")
+
+
+if __name__ == "__main__":
+    files.run_script("claims.py", main)

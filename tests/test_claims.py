@@ -1,0 +1,89 @@
+"""The claims: what is measured gets a verdict, what is not is named, and runs go on."""
+
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+
+from plumbing.files import DataError
+
+sys.path.insert(0, str(ROOT / "data"))
+import claims  # noqa: E402
+
+RESULTS = ROOT / "data" / "results"
+
+
+def copy_run(folder, source, name):
+    """A run's reports under another name."""
+    (folder / name).mkdir(parents=True)
+    shutil.copy(RESULTS / source / "eval.json", folder / name)
+
+
+def test_the_shipped_page_is_what_the_shipped_reports_say(tmp_path):
+    reports = claims.Reports(RESULTS, 3)
+    assert (RESULTS / "claims.md").read_text(encoding="utf-8") == claims.markdown(reports)
+
+
+def test_what_is_not_measured_is_named_and_moves_no_verdict(tmp_path):
+    copy_run(tmp_path, "autosearch-seed0", "autosearch-seed0")
+    copy_run(tmp_path, "outcome-seed0", "outcome-seed0")
+    copy_run(tmp_path, "outcome-seed0", "no-efficiency-seed0")
+    claims.main(["--reports", str(tmp_path)])
+    page = (tmp_path / "claims.md").read_text(encoding="utf-8")
+    assert "| **not measured** | autosearch-t0" in page and (tmp_path / "prices.png").exists()
+    line = next(row for row in page.splitlines() if "efficiency reward depth drifts up" in row)
+    assert "| **holds** |" in line, "outcome's reports, which search more"
+
+
+def test_verdicts():
+    assert claims.verdict(True, True) == "holds" and claims.verdict(False) == "not here"
+    assert claims.verdict(True, False) == "partly"
+
+
+def test_no_reports_are_one_line(tmp_path):
+    with pytest.raises(DataError, match="no reports of autosearch; --train makes them"):
+        claims.main(["--reports", str(tmp_path)])
+    with pytest.raises(DataError, match="--train needs"):
+        claims.main(["--reports", str(tmp_path), "--train"])
+
+
+def test_runs_that_are_there_are_kept_and_stopped_ones_go_on(tmp_path, monkeypatch):
+    """The scripts are stand-ins here: a training writes its report, one of them fails."""
+    commands = []
+
+    def pretend(words, **_):
+        commands.append(" ".join(words[2:]))
+        failed = "no-base" in commands[-1]
+        return SimpleNamespace(returncode=int(failed))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", pretend)
+    done = {"before": {}, "after": {}}
+    for name, report in (("autosearch-seed0", done), ("autosearch-seed1", {"before": {}})):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "eval.json").write_text(json.dumps(report))
+    claims.train_missing(["autosearch"], seeds=3, jobs=1)
+    resumed, fresh = commands
+    assert (
+        resumed == "--resume runs/autosearch-seed1" and "--seed 2 --name autosearch-seed2" in fresh
+    )
+    with pytest.raises(DataError, match="failed; see runs/claims.log"):
+        claims.train_missing(["no-base"], seeds=1, jobs=1)
+    commands.clear()
+    claims.train_missing(["deep-outcome"], seeds=1, jobs=1)
+    assert "--deep --out runs/model-deep" in commands[0] and "--deep" in commands[1]
+    assert "--model runs/model-deep" in commands[2] and "--max_searches 6" in commands[2]
+
+
+def test_every_run_has_options_that_train_knows():
+    from plumbing import options
+    from train import TrainSettings, reward_weights
+
+    for name, words in claims.RUNS.items():
+        settings = options.parse(TrainSettings, words.split(), name)
+        reward_weights(settings)
+        assert settings.num_questions * settings.num_generations == 96, "a step is as large for all"
