@@ -20,14 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from plumbing import figures, files, tables  # noqa: E402
 from plumbing.stats import mean  # noqa: E402
+from reward import PAPER  # noqa: E402
 
 FORCED = ROOT / "data" / "results" / "forced_depth.json"
 PRICES = (0.05, 0.1, 0.2, 0.3, 0.5)
 HEAD = """# The claims, on the tiny world
 
-Made by `python data/claims.py` from the reports of {seeds} seeds each; `RUNS` in it lists the
+Made by `python data/claims.py` from the reports of at most {seeds} seeds each; `RUNS` in it lists the
 settings, and its functions the thresholds. EM / SD on held-out questions: the mean over seeds, with
 the lowest and the highest behind it.
+"""
+BREAK_EVEN = """A flat price above these numbers, computed from chances that a policy does not know, makes
+giving up the better choice:
 """
 GROUPS = {"all": ("", "all")} | {name: ("hops", name) for name in ("0", "1", "2", "3", "hard")}
 RUNS = {"autosearch": "", "outcome": "--reward outcome"}
@@ -138,8 +142,8 @@ class Reports:
         cells = []
         for metric, digits in (("em", 3), ("sd", 2)):
             found = self.values(name, group, metric, decoding, moment)
-            spread = f"{min(found):.{digits}f}-{max(found):.{digits}f}"
-            cells.append(f"{mean(found):.{digits}f} ({spread})")
+            spread = f" ({min(found):.{digits}f}-{max(found):.{digits}f})" if len(found) > 1 else ""
+            cells.append(f"{mean(found):.{digits}f}{spread}")
         return " / ".join(cells)
 
 
@@ -330,21 +334,44 @@ CLAIMS = [  # what is claimed, the runs that it needs, who judges
 # Writing
 
 
+def break_even(sure, draws, papers):
+    """The price of a search at which going on is worth as much as giving up: the chance of a right
+    answer over the searches to be expected, plus what the format reward pays for each. `sure`
+    searches are left, then up to so many draws of a person's `papers`, one of which is right."""
+    expected = sure + sum((papers - i) / papers for i in range(draws))
+    return (draws / papers if draws else 1.0) / expected + PAPER.valid_search
+
+
+def break_even_rows():
+    """Break-even prices before the first search, then after each that has not brought the answer."""
+    rows = []
+    for need in (1, 2, 3):
+        rows.append((f"needs {need}", [break_even(left, 0, 7) for left in range(need, 0, -1)]))
+    rows.append(("hard, one fact", [break_even(0, 4 - i, 7 - i) for i in range(4)]))
+    two = [break_even(1, 3, 7)] + [break_even(0, 3 - i, 7 - i) for i in range(3)]
+    return [*rows, ("hard, two facts", two)]
+
+
 def markdown(reports):
-    """All claims with their verdicts, then all runs, as a page."""
+    """All claims with their verdicts, then prices and all runs, as a page."""
     lines = [HEAD.format(seeds=reports.seeds), "| claim | verdict | numbers |", "|---|---|---|"]
     for text, needed, judge in CLAIMS:
         missing = [name for name in needed if not reports.has(name)]
         said, numbers = ("not measured", ", ".join(missing)) if missing else judge(reports)
         lines.append(f"| {text} | **{said}** | {numbers} |")
+    lines += ["", BREAK_EVEN, "| break-even price | before the first search, then after each |"]
+    lines.append("|---|---|")
+    for text, prices in break_even_rows():
+        lines.append(f"| {text} | {', '.join(f'{price:.2f}' for price in prices)} |")
     for decoding, title in (("sampled", "temperature 1"), ("greedy", "greedy")):
-        lines += ["", f"| EM / searches, {title} | {' | '.join(GROUPS)} | OSR |"]
-        lines.append("|---" * (len(GROUPS) + 2) + "|")
+        lines += ["", f"| EM / searches, {title} | seeds | {' | '.join(GROUPS)} | OSR |"]
+        lines.append("|---" * (len(GROUPS) + 3) + "|")
         for label, name, moment in reports.rows():
             how = {"decoding": decoding, "moment": moment}
             cells = [reports.text(name, group, **how) for group in GROUPS]
             osr = reports.mean(name, metric="osr", **how)
-            lines.append(f"| {label} | {' | '.join(cells)} | {osr:.3f} |")
+            seeds = len(reports.runs[name])
+            lines.append(f"| {label} | {seeds} | {' | '.join(cells)} | {osr:.3f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -369,7 +396,7 @@ def plot_prices(reports, path):
             ax.set(
                 title=f"{group} questions", xlabel="searches per question (SD)", xlim=(-0.3, 4.3)
             )
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(bottom=-0.03)
 
 
 def main(arguments=None):

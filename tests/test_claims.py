@@ -39,6 +39,15 @@ def test_what_is_not_measured_is_named_and_moves_no_verdict(tmp_path):
     assert "| **holds** |" in line, "outcome's reports, which search more"
 
 
+def test_break_even_prices_by_hand():
+    """Three searches win 1 and 3 x 0.025; a paper is the right one of seven with 4 tries, 4 / 7."""
+    rows = dict(claims.break_even_rows())
+    assert rows["needs 3"] == pytest.approx([1 / 3 + 0.025, 1 / 2 + 0.025, 1.025])
+    tries = 1 + 6 / 7 + 5 / 7 + 4 / 7
+    assert rows["hard, one fact"][0] == pytest.approx(4 / 7 / tries + 0.025)
+    assert rows["hard, two facts"][0] == pytest.approx(3 / 7 / (1 + tries - 4 / 7) + 0.025)
+
+
 def test_verdicts():
     assert claims.verdict(True, True) == "holds" and claims.verdict(False) == "not here"
     assert claims.verdict(True, False) == "partly"
