@@ -26,12 +26,12 @@ FORCED = ROOT / "data" / "results" / "forced_depth.json"
 PRICES = (0.05, 0.1, 0.2, 0.3, 0.5)
 HEAD = """# The claims, on the tiny world
 
-Made by `python data/claims.py` from the reports of at most {seeds} seeds each; `RUNS` in it lists the
-settings, and its functions the thresholds. EM / SD on held-out questions: the mean over seeds, with
-the lowest and the highest behind it.
+Made by `python data/claims.py` from the reports of at most {seeds} seeds each; `RUNS` in it lists
+the settings, and its functions the thresholds. EM / SD on held-out questions: the mean over seeds,
+with the lowest and the highest behind it.
 """
-BREAK_EVEN = """A flat price above these numbers, computed from chances that a policy does not know, makes
-giving up the better choice:
+BREAK_EVEN = """A flat price above these numbers, computed from chances that a policy does not know,
+makes giving up the better choice:
 """
 GROUPS = {"all": ("", "all")} | {name: ("hops", name) for name in ("0", "1", "2", "3", "hard")}
 RUNS = {"autosearch": "", "outcome": "--reward outcome"}
@@ -343,7 +343,7 @@ def break_even(sure, draws, papers):
 
 
 def break_even_rows():
-    """Break-even prices before the first search, then after each that has not brought the answer."""
+    """Break-even prices before the first search, then after each that did not bring the answer."""
     rows = []
     for need in (1, 2, 3):
         rows.append((f"needs {need}", [break_even(left, 0, 7) for left in range(need, 0, -1)]))

@@ -315,11 +315,11 @@ def test_real_processes_end_within_five_seconds(tmp_path, name, options):
 # Nothing that is read can run code
 
 PICKLES = {"pickle", "dill", "joblib", "shelve", "marshal"}
-SAFE = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+SAFE = {"torch.load": ("weights_only", True)}
 
 
 def test_no_file_is_loaded_in_a_way_that_can_run_code():
-    """No pickle, and the two loaders that can read one are told not to."""
+    """No pickle, and the loader that can read one is told not to."""
     sources, loaders = [], set()
     for pattern in ("*.py", "plumbing/*.py", "data/*.py", "tests/*.py"):
         sources += ROOT.glob(pattern)
