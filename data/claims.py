@@ -33,6 +33,7 @@ with the lowest and the highest behind it.
 BREAK_EVEN = """A flat price above these numbers, computed from chances that a policy does not know,
 makes giving up the better choice:
 """
+OFFSETS = {"0.1": (-9, 9), "0.2": (-12, -16), "0.3": (-26, -4)}  # of labels, in points
 GROUPS = {"all": ("", "all")} | {name: ("hops", name) for name in ("0", "1", "2", "3", "hard")}
 RUNS = {"autosearch": "", "outcome": "--reward outcome"}
 for price in PRICES:
@@ -389,7 +390,8 @@ def plot_prices(reports, path):
             style = {"color": figures.COLOURS[1], "marker": "o", "linewidth": 1}
             ax.plot(x, y, label="flat penalty, by its price (0: outcome)", **style)
             for depth, em, (_, price) in zip(x, y, priced):
-                ax.annotate(price, (depth, em), (5, -11), textcoords="offset points")
+                offset = OFFSETS.get(price, (6, -11))
+                ax.annotate(price, (depth, em), offset, textcoords="offset points")
             for label, name, moment, marker, colour in points:
                 at = [reports.mean(name, group, metric, moment=moment) for metric in ("sd", "em")]
                 ax.plot(*at, marker, color=colour, markersize=10, label=label)
