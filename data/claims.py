@@ -28,7 +28,8 @@ HEAD = """# The claims, on the tiny world
 
 Made by `python data/claims.py` from the reports of at most {seeds} seeds each; `RUNS` in it lists
 the settings, and its functions the thresholds. EM / SD on held-out questions: the mean over seeds,
-with the lowest and the highest behind it.
+with the lowest and the highest behind it; where there is no such spread, one seed was measured, and
+its verdict is a first look.
 """
 BREAK_EVEN = """A flat price above these numbers, computed from chances that a policy does not know,
 makes giving up the better choice:
