@@ -1,7 +1,7 @@
 """Where passages come from: BM25 over a corpus in memory, or a search server.
 
     python retriever.py --corpus C.jsonl --questions Q.jsonl  # recall@3 and @5 of plain questions
-    python retriever.py --corpus C.jsonl --save_index INDEX   # then --load_index for --corpus
+    python retriever.py --corpus C.jsonl --save_index I.safetensors  # a --corpus that opens fast
     python retriever.py --corpus C.jsonl --serve              # under Search-R1's HTTP protocol
 
 A retriever is anything with `search(queries, k)`. Two choices differ from rank-bm25 as it comes:

@@ -125,9 +125,9 @@ class Reports:
         """(label, run, moment) of each line of a table of all runs."""
         rows = [("before training", "autosearch", "before")]
         for name in self.runs:
-            start, _, rest = name.rpartition("-autosearch")
-            if start in COLD_STARTS and not rest:
-                rows.append((f"{start}: before training", name, "before"))
+            for start, (_, _, names) in COLD_STARTS.items():
+                if name == f"{start}-{names[0]}":
+                    rows.append((f"{start}: before training", name, "before"))
             rows.append((f"`{name}`", name, "after"))
         return rows
 
@@ -195,9 +195,7 @@ def outcome_over_searches(reports):
 
 def price_matters(reports):
     """(e) A flat penalty works if its price suits every question."""
-    names = [
-        f"search-penalty-{price}" for price in PRICES if reports.has(f"search-penalty-{price}")
-    ]
+    names = list(filter(reports.has, (f"search-penalty-{price}" for price in PRICES)))
     ours = reports.mean("autosearch"), reports.mean("autosearch", "hard")
     best = max(reports.mean(name) for name in names)
     hard = {name: reports.mean(name, "hard") for name in names}
@@ -236,9 +234,8 @@ def last_needless_search(reports):
     penalties = [reports.mean(f"search-penalty-{price}", "0", "sd") for price in (0.1, 0.3)]
     text = f"needs 0: {depths[0]:.2f} searches with the paper's rules, {depths[1]:.2f} with t = 0"
     text += f"; with a flat price of 0.1 and 0.3: {penalties[0]:.2f} and {penalties[1]:.2f}"
-    return verdict(
-        depths[1] < 0.2, depths[0] > 0.8
-    ), text + ". One search there is the paper's rule"
+    text += ". One search there is the paper's rule"
+    return verdict(depths[1] < 0.2, depths[0] > 0.8), text
 
 
 def depends_on_the_model(reports):
@@ -253,14 +250,14 @@ def depends_on_the_model(reports):
 
 
 def answer_only(reports):
-    """(i) A policy that is paid for self-answers makes a search that it does not need."""
+    """(i) A policy that is paid for self-answers makes a search that it does not need.
+    `no-quality` still pays for the first right one, by the efficiency reward."""
     paid = reports.mean("autosearch", "0", "sd")
     names = ("no-quality", "search-penalty-0.1", "search-penalty-0.3")
     unpaid = {name: reports.mean(name, "0", "sd") for name in names}
     text = ", ".join(f"`{name}` {depth:.2f}" for name, depth in unpaid.items())
-    return verdict(*(depth < 0.5 for depth in unpaid.values())), (
-        f"searches where none is needed: `autosearch` {paid:.2f}; {text}"
-    )
+    text = f"searches where none is needed: `autosearch` {paid:.2f}; {text}"
+    return verdict(*(depth < 0.5 for depth in unpaid.values())), text
 
 
 def group_tells(reports):
@@ -410,6 +407,9 @@ def main(arguments=None):
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="runs trained at a time")
     args = parser.parse_args(arguments)
+    for option in ("seeds", "jobs"):
+        number = getattr(args, option)
+        files.check(number > 0, f"--{option} {number}", "must be 1 or more")
     if args.train:
         files.check(args.reports == "runs", f"--reports {args.reports}", "--train needs runs")
         train_missing(args.only, args.seeds, args.jobs)

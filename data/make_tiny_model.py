@@ -463,6 +463,9 @@ def main(arguments=None):
         files.check(getattr(args, name) > 0, f"--{name} {getattr(args, name)}", "must be above 0")
     where = f"--early_stop {args.early_stop}"
     files.check(0 <= args.early_stop < 1, where, "must be 0 or more and below 1")
+    if args.start_from:
+        there = Path(args.start_from, "config.json").is_file()
+        files.check(there, f"--start_from {args.start_from}", "there is no model")
     args.out.mkdir(parents=True, exist_ok=True)  # fails now, not after 25 minutes
     torch.manual_seed(args.seed)
     torch.set_flush_denormal(True)

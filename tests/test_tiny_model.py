@@ -1,6 +1,7 @@
 """The cold start's demonstrations: in the tiny model's words, valid, packed without leaking."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,19 +28,28 @@ def test_every_word_is_known_and_fits(demonstrations):
         assert tm.TOKENIZER.unk_token_id not in ids and len(ids) < 768
 
 
-@pytest.mark.parametrize("group", ["0", "1", "2", "3", "hard"])
-def test_demonstrations_are_valid_and_worth_what_they_should(group):
+LAST = tm.STAGES[-1]
+STAGES = [(group, LAST) for group in ("0", "1", "2", "3", "hard")]
+STAGES += [("0", replace(LAST, knows_famous=False)), ("4", replace(LAST, **tm.DEEP))]
+
+
+@pytest.mark.parametrize("group, stage", STAGES)
+def test_demonstrations_are_valid_and_worth_what_they_should(group, stage):
     rng, world, retriever = tm.small_world(3)
     searches = []
     while len(searches) < 20:
-        demo = tm.demonstrate(rng, world, retriever, group, tm.STAGES[-1])
+        demo = tm.demonstrate(rng, world, retriever, group, stage)
         if demo is None:
             continue
         turns = [text for text, weight, branch in demo.segments if weight == 1.0 and branch == 0]
         assert all(reward.valid_steps(turns))
-        assert len(turns) == demo.searches + 1 <= tm.STAGES[-1].max_searches + 1
+        assert len(turns) == demo.searches + 1 <= stage.max_searches + 1
         searches.append(demo.searches)
     assert len(set(searches)) > 1, "some search more than others"
+    if not stage.knows_famous:
+        assert min(searches) == 1
+    if group == "4":
+        assert max(searches) == 6 and min(searches) < 4, "some give up"
 
 
 def test_a_branch_sees_the_trajectory_so_far_and_itself(tiny, demonstrations):
@@ -62,5 +72,7 @@ def test_what_would_fail_after_the_training_fails_before_it(tmp_path, monkeypatc
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="--batch_size 0: must be above 0"):
         tm.main(["--batch_size", "0", "--out", str(tmp_path / "new")])
+    with pytest.raises(DataError, match="--start_from nowhere: there is no model"):
+        tm.main(["--start_from", "nowhere", "--out", str(tmp_path / "new")])
     with pytest.raises(OSError, match="file"):
         tm.main(["--out", str(tmp_path / "file")])

@@ -1,6 +1,7 @@
 """The tiny world: the shipped bytes are what the script makes; questions need what they say."""
 
 import hashlib
+import random
 import re
 import sys
 
@@ -125,3 +126,12 @@ def test_there_are_near_namesakes():
     firsts, seconds = zip(*names)
     shared = [firsts.count(name[0]) > 5 and seconds.count(name[1]) > 5 for name in names]
     assert sum(shared) / len(shared) > 0.9
+
+
+def test_a_deeper_world_has_chains_of_four():
+    rng = random.Random(0)
+    world = tw.make_world(rng, tw.name_pairs("dev"), num_hard=1)
+    questions = tw.make_questions(rng, world, "dev", {"0": 1, "4": 5})
+    deep = [question for question in questions if question["metadata"]["hops"] == 4]
+    assert len(deep) == 5
+    assert all(len(question["metadata"]["supporting_titles"]) == 4 for question in deep)
