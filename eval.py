@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import reward
 from plumbing import data, files, logs, look, models, options, page, prompts, runs, show, stats
+from plumbing.adapters import inference_weights
 from plumbing.options import setting
 from retriever import open_retriever
 from rollout import RolloutSettings, Sampling, Trajectory, rollout, system_prompt_of
@@ -184,7 +185,7 @@ def held_out_reward(policy, held_out, settings, weights):
     task = data.Task(held_out.questions[: settings.eval_sample], held_out.retriever)
     if not task.questions:
         return {}
-    with models.inference_weights(policy.model):
+    with inference_weights(policy.model):
         greedy = Sampling(temperature=0.0)
         trajectories = evaluate(policy, task, settings, greedy, settings.eval_batch_size)
     totals = [round(trajectory.score(weights).total, 6) for trajectory in trajectories]
@@ -208,7 +209,7 @@ def measure(policy, held_out, settings, run, moment):
     results[moment] = {}
     for decoding, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         how = Sampling(temperature=temperature, seed=settings.seed)
-        with models.inference_weights(policy.model):
+        with inference_weights(policy.model):
             trajectories = evaluate(policy, held_out, settings, how, settings.eval_batch_size)
         depends_on = provenance(origin | {"temperature": temperature}, paths, settings)
         results[moment][decoding] = report(trajectories, depends_on)
@@ -274,7 +275,7 @@ def load(args, config):
     in_4bit = bool(config.get("load_in_4bit") and not args.model)
     origin = {"model": args.model or config.get("model"), "adapter": adapter}
     origin |= {"retriever": url or type(task.retriever).__name__, "load_in_4bit": in_4bit}
-    return models.load_policy(model, adapter, in_4bit), task, origin, paths
+    return models.load_policy(model, adapter, in_4bit, args.max_context), task, origin, paths
 
 
 def look_at_policy(args, config, is_own):

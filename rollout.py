@@ -16,8 +16,6 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-import torch
-
 import reward
 from plumbing import generation, logs, prompts
 from plumbing.models import encode
@@ -187,7 +185,7 @@ def charge_extra_searches(scores, trajectories, weights):
 # The rollout
 
 
-@torch.inference_mode()
+@generation.inference
 def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
     """Play `sampling.num_generations` trajectories per question, all at once.
     policy: `models.Policy` in eval mode. questions: dicts as `data.load_questions` gives them.
@@ -205,8 +203,9 @@ def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
     # Prompts: rendered once, forwarded once a group
     trajectories = start_trajectories(tokenizer, questions, settings, sampling)
     live, G = trajectories, sampling.num_generations
+    prompt_ids = [trajectory.prompt_ids for trajectory in live[::G]]
     with clock("rollout"):
-        batch, logits = generation.CachedBatch.start(policy, [t.prompt_ids for t in live[::G]], G)
+        batch, logits = generation.CachedBatch.start(policy, prompt_ids, G, settings.max_context)
     if sampling.self_answers and sampling.ask_before_search:
         ask_self_answers(batch, live, settings, self_sampler, clock)
 

@@ -22,13 +22,14 @@ Where this departs from the paper (arXiv 2604.17337):
 import math
 import signal
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import torch
 
 import reward
+from data import cold_start
 from eval import evaluate, held_out_reward, mean_metrics, measure
 from plumbing import data, figures, files, logs, memory, models, options, prompts, runs, tables
+from plumbing.adapters import half_precision, inference_weights, reference_weights, scale_gradients
 from plumbing.options import setting
 from retriever import open_retriever
 from rollout import RolloutSettings, Sampling, rollout, score_groups, system_prompt_of
@@ -69,7 +70,7 @@ def train(policy, optimizer, task, held_out, settings, run, first_step):
             # Rollouts: G of each question
             sampling = Sampling(G, settings.temperature, seed)
             sampling.ask_before_search = weights.ask_before_search
-            with models.inference_weights(model):
+            with inference_weights(model):
                 trajectories = rollout(policy, questions, task.retriever, settings, sampling, clock)
 
             # Rewards: the sum over a trajectory's steps
@@ -144,17 +145,21 @@ def update(model, optimizer, trajectories, advantages, learning_rate, settings):
         rows = advantages.nonzero().flatten().tolist() or [0]  # never none: Adam has its momentum
         trajectories, advantages = [trajectories[i] for i in rows], advantages[rows]
     trained_tokens = max(sum(trajectory.tokens for trajectory in trajectories), 1)
+    scale = 2 ** num_tokens.bit_length()  # a token's small share would vanish in float16
     size = settings.micro_batch_tokens
     batches = make_micro_batches(trajectories, advantages, size, model.device)
+    model.train()
     totals, skipped = {}, 0
     for _ in range(settings.num_iterations):
         for batch in batches:
-            loss, sums = micro_batch_loss(model, batch, settings)
-            (loss / num_tokens).backward()
+            with half_precision(model):
+                loss, sums = micro_batch_loss(model, batch, settings)
+            (loss / num_tokens * scale).backward()
             for name, value in sums.items():
                 number = num_tokens if name == "loss" else trained_tokens
                 share = value.item() / number / settings.num_iterations
                 totals[name] = totals.get(name, 0.0) + share
+        scale_gradients(model, 1 / scale)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm).item()
         if math.isfinite(norm) and math.isfinite(totals["loss"]):
             optimizer.step()
@@ -195,7 +200,7 @@ def micro_batch_loss(model, batch, settings):
     if "old_per_token_logps" not in batch:  # the policy has not moved since it sampled
         batch["old_per_token_logps"] = logps.detach()
     if settings.beta and "ref_per_token_logps" not in batch:
-        with torch.no_grad(), model.disable_adapter():
+        with torch.no_grad(), reference_weights(model):
             batch["ref_per_token_logps"], _ = per_token_logps(model, batch, settings.temperature)
     loss, sums = grpo_loss(logps, batch, settings.epsilon, settings.beta)
     return loss, sums | {"loss": loss.detach(), "entropy": entropy.sum()}
@@ -206,7 +211,9 @@ def per_token_logps(model, batch, temperature):
     Logits are computed at the sampled positions only: no (B, T, V) tensor is ever made."""
     mask = batch["completion_mask"].bool()  # (B, T)
     causal_lm = model.get_base_model()  # the adapter is inside its layers
-    output = causal_lm.base_model(input_ids=batch["input_ids"], use_cache=False)
+    names = ("input_ids", "position_ids", "attention_mask")
+    inputs = {name: batch[name] for name in names if name in batch}  # the last two: cold start
+    output = causal_lm.base_model(**inputs, use_cache=False)
     # A token was drawn from the state before it; the first one, of the prompt, never counts.
     states = output.last_hidden_state[:, :-1][mask[:, 1:]]  # (N, d), N = sampled tokens
     sampled, vocab_size = batch["input_ids"][mask], causal_lm.config.vocab_size  # (N,), V
@@ -265,11 +272,10 @@ def step_metrics(trajectories, scores, rewards, settings):
 
 
 def load_tasks(settings, checkpoint):
-    """The Tasks to train on and to evaluate on, the latter without questions if there are none.
-    Refuses with a DataError what cannot be used, before any weights are loaded."""
-    path, tracker = files.locate(settings.model), settings.report_to
-    is_there = tracker == "none" or find_spec(tracker)
-    files.check(is_there, f"--report_to {tracker}", f"the package {tracker} is not installed")
+    """The Tasks to train on and to evaluate on, the latter without questions if there are none; and
+    demonstrations. Refuses what cannot be used, before any weights are loaded (DataError)."""
+    logs.check_tracker(settings.report_to)
+    path = files.locate(settings.model)
     weights, held_out = reward_weights(settings), []
     needs_titles = bool(weights.information_gain or weights.redundancy)
     questions = data.load_questions(settings.questions, None, needs_titles)
@@ -286,26 +292,25 @@ def load_tasks(settings, checkpoint):
         eval_retriever = open_retriever(settings.eval_corpus)
     task = data.Task(questions, retriever)
     prompts.warn(tokenizer, system_prompt_of(settings), settings.prompt_style, task)
-    return task, data.Task(held_out, eval_retriever)
+    return task, data.Task(held_out, eval_retriever), cold_start.make(task, tokenizer, settings)
 
 
 def dry_run(policy, optimizer, task, held_out, settings):
-    """One ordinary step on the longest questions at the greatest depth, and an evaluation batch.
-    Prints the seconds of each, and the peak memory until its end."""
-    questions = sorted(task.questions, key=lambda question: -len(question["question"]))
-    questions = questions[: settings.num_questions]
+    """One ordinary step on the longest questions and passages at the greatest depth, and an
+    evaluation batch. Prints the seconds of each, and the peak memory until its end."""
+    rows, number = settings.eval_batch_size, settings.num_questions
+    questions = sorted(task.questions, key=lambda question: -len(question["question"]))[:number]
     sampling = Sampling(settings.num_generations, force_depth=settings.max_searches)
-    with memory.measured("rollout"), models.inference_weights(policy.model):
-        trajectories = rollout(policy, questions, task.retriever, settings, sampling)
+    longest = memory.Longest(task.retriever)
+    with memory.measured("rollout"), inference_weights(policy.model):
+        trajectories = rollout(policy, questions, longest, settings, sampling)
     print(f"{len(trajectories)} trajectories of at most {max(map(len, trajectories))} tokens")
-    policy.model.train()
     with memory.measured("update"):
         advantages = torch.linspace(-1, 1, len(trajectories))
         update(policy.model, optimizer, trajectories, advantages, 0.0, settings)
-    batch = data.Task(held_out.questions[: settings.eval_batch_size], held_out.retriever)
     sampling.num_generations = 1
-    with memory.measured("evaluation"), models.inference_weights(policy.model):
-        evaluate(policy, batch, settings, sampling, settings.eval_batch_size)
+    with memory.measured("evaluation"), inference_weights(policy.model):
+        evaluate(policy, data.Task(held_out.questions[:rows], longest), settings, sampling, rows)
 
 
 def main(arguments=None):
@@ -314,10 +319,11 @@ def main(arguments=None):
     if settings.merge:
         return runs.write_merged(settings, resumed)
     checkpoint = runs.find_checkpoint(resumed)
-    task, held_out = load_tasks(settings, checkpoint)
+    start = checkpoint or cold_start.begin_with(resumed, settings)
+    task, held_out, shown = load_tasks(settings, start)
     torch.set_flush_denormal(True)  # CPUs are slow on the tiny numbers that attention leaves
     torch.manual_seed(settings.seed)
-    policy = models.load_trainable(settings, checkpoint)
+    policy = models.load_trainable(settings, start)
     parameters = [p for p in policy.model.parameters() if p.requires_grad]  # the adapter's
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0)
     if settings.dry_run:
@@ -325,14 +331,12 @@ def main(arguments=None):
     first_step = runs.load_optimizer(optimizer, checkpoint) if checkpoint else 0
     run = resumed or runs.new_run(settings)
     number = sum(parameter.numel() for parameter in parameters)
-    state = (
-        "finished, " * (first_step == settings.steps) + f"{first_step} of {settings.steps} steps"
-    )
-    print(f"{run}: {weights.about}; {number:,} trainable parameters; {state}", flush=True)
+    done = "finished, " * (first_step == settings.steps) + f"{first_step} of {settings.steps}"
+    print(f"{run}: {weights.about}; {number:,} trainable parameters; {done} steps", flush=True)
     with runs.resumable(run):
+        cold_start.prepare(policy, shown, task, settings, run, per_token_logps)
         if first_step == 0:
             measure(policy, held_out, settings, run, "before")
-        policy.model.train()
         train(policy, optimizer, task, held_out, settings, run, first_step)
         results = measure(policy, held_out, settings, run, "after")
         figures.plot_curves([run], run / "curves.png")

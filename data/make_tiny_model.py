@@ -37,10 +37,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import make_tinyworld as tw  # noqa: E402
 
+from data.cold_start import (  # noqa: E402
+    CHECK_WORDS,
+    UNKNOWN,
+    Demonstration,
+    Environment,
+    collate,
+)
 from plumbing import files  # noqa: E402
 from retriever import BM25  # noqa: E402
 from reward import TAGS  # noqa: E402
-from rollout import ADVICE, NO_PASSAGES, PROBE, show_passages  # noqa: E402
+from rollout import ADVICE, NO_PASSAGES, PROBE, RolloutSettings  # noqa: E402
 
 # Of the demonstrations: needless searches after everything is known, cut where the limit of
 # searches is reached.
@@ -48,8 +55,6 @@ NEEDLESS = {0: 0.15, 1: 0.30, 2: 0.55}
 # Per demonstration: an invalid turn (not trained on), the advice, then the right turn
 INVALID_TURN = 0.02
 WARMUP = 100  # steps in which the learning rate rises
-CHECK_WORDS = ("history", "story", "details", "record")
-UNKNOWN = "unknown"
 SMALL_WORLD = {
     "book": 12,
     "film": 12,
@@ -65,6 +70,7 @@ SMALL_WORLD = {
 # Of the places where a self-answer could be asked
 SELF_ANSWER_SHARE, SELF_ANSWER_0_SHARE = 0.7, 0.3
 PASSAGE_WEIGHT, SELF_ANSWER_WEIGHT = 0.05, 2.0  # loss weights; a token of the policy weighs 1
+ROLLOUT = RolloutSettings(max_context=2048)  # room for any demonstration
 
 
 @dataclass(frozen=True)
@@ -156,36 +162,10 @@ TRAIN_NAMES = tw.name_pairs("train")
 TOKENIZER = make_tokenizer()
 
 
-class Demonstration:
-    """A trajectory in the making. segments: (text, loss weight, branch), branch 0 being the
-    trajectory itself.
-    """
-
-    def __init__(self, question):
-        self.segments = [(question, 0.0, 0)]
-        self.searches = 0
-        self.branches = 0
-
-    def turn(self, think, action, content, weight=1.0):
-        self.segments.append(
-            (f"<think> {think} </think> <{action}> {content} </{action}>", weight, 0)
-        )
-
-    def search(self, think, query, retriever):
-        """Write a search turn and its observation. Returns the titles shown."""
-        self.turn(think, "search", query)
-        found = retriever.search([query], 3)[0]
-        self.segments.append((show_passages(found), PASSAGE_WEIGHT, 0))
-        self.searches += 1
-        return {passage["title"] for passage in found}
-
-    def self_answer(self, think, answer, rng, share=SELF_ANSWER_SHARE):
-        if rng.random() > share:
-            return
-        self.branches += 1
-        self.segments.append((PROBE, 0.0, self.branches))
-        text = f"<think> {think} </think> <answer> {answer} </answer>"
-        self.segments.append((text, SELF_ANSWER_WEIGHT, self.branches))
+def maybe_self_answer(rng, demonstration, think, answer, share=SELF_ANSWER_SHARE):
+    """Ask for a self-answer in so many of the places where one could be asked."""
+    if rng.random() <= share:
+        demonstration.self_answer(think, answer, SELF_ANSWER_WEIGHT)
 
 
 def check_query(rng, names, used):
@@ -213,8 +193,9 @@ def demonstrate(rng, world, retriever, group, stage):
             return None
         start, relations, subjects, answer = chain
         text = tw.ask(rng, start, relations)
-    demo = Demonstration(text)
-    known, think = follow_chain(rng, demo, world, retriever, relations, subjects, answer, stage)
+    question = {"id": text, "question": text, "golden_answers": [answer], "metadata": {}}
+    demo = Demonstration(question, Environment(TOKENIZER, retriever, ROLLOUT, PASSAGE_WEIGHT))
+    known, think = follow_chain(rng, demo, world, relations, subjects, answer, stage)
     if known is None:
         return None
     if not known:
@@ -223,42 +204,38 @@ def demonstrate(rng, world, retriever, group, stage):
     needless = rng.choices(list(NEEDLESS), NEEDLESS.values())[0]
     used = set()
     if not relations and needless and stage.look_up_known:
-        demo.search(f"First the {relation} of {subject}.", f"{subject} {relation}", retriever)
-        demo.self_answer("I know this.", answer, rng)
+        demo.turn(f"First the {relation} of {subject}.", "search", f"{subject} {relation}")
+        maybe_self_answer(rng, demo, "I know this.", answer)
         needless, think = needless - 1, ""
-    for _ in range(min(needless, stage.max_searches - demo.searches)):
-        demo.search(
-            f"{think} Check again.".strip(),
-            check_query(rng, [start, *subjects, answer], used),
-            retriever,
-        )
-        demo.self_answer("I know this.", answer, rng)
+    for _ in range(min(needless, stage.max_searches - demo.trajectory.search_depth)):
+        query = check_query(rng, [start, *subjects, answer], used)
+        demo.turn(f"{think} Check again.".strip(), "search", query)
+        maybe_self_answer(rng, demo, "I know this.", answer)
         think = ""
     demo.turn(f"{think} That is enough.".strip(), "answer", answer)
     return demo
 
 
-def follow_chain(rng, demo, world, retriever, relations, subjects, answer, stage):
+def follow_chain(rng, demo, world, relations, subjects, answer, stage):
     """The searches that are needed. Returns (everything is known?, what to say next), or (None, "")
     to discard.
     """
     invalid = rng.random() < INVALID_TURN
     if not relations:
-        demo.self_answer("I know this.", answer, rng, SELF_ANSWER_0_SHARE)
+        maybe_self_answer(rng, demo, "I know this.", answer, SELF_ANSWER_0_SHARE)
         return True, "I know this."
-    demo.self_answer("Next.", UNKNOWN, rng, SELF_ANSWER_0_SHARE)
+    maybe_self_answer(rng, demo, "Next.", UNKNOWN, SELF_ANSWER_0_SHARE)
     think = f"First the {relations[0]} of {subjects[0]}."
     for i, (relation, subject) in enumerate(zip(relations, subjects)):
         keywords = [relation]
         if relation == "grave":
-            keywords = choose_papers(rng, stage.max_searches - demo.searches, stage)
+            keywords = choose_papers(rng, stage.max_searches - demo.trajectory.search_depth, stage)
         for keyword in keywords:
             query = f"{subject} {keyword}"
             if invalid and rng.random() < 0.5:
                 invalid = False
                 demo.turn(think, "search", "", weight=0.0)
-                demo.segments.append((ADVICE, 0.0, 0))
-            titles = demo.search(think, query, retriever)
+            titles = {passage["title"] for passage in demo.turn(think, "search", query)}
             if relation == "grave":
                 paper, place = world.graves[subject]
                 found = f"{paper.capitalize()} of {subject}" in titles
@@ -272,7 +249,8 @@ def follow_chain(rng, demo, world, retriever, relations, subjects, answer, stage
                 if not found:
                     return None, ""
             done = found and i == len(relations) - 1
-            demo.self_answer(evidence if done else "Next.", answer if done else UNKNOWN, rng)
+            said, answered = (evidence, answer) if done else ("Next.", UNKNOWN)
+            maybe_self_answer(rng, demo, said, answered)
             think = evidence
             if done:
                 return True, think
@@ -306,9 +284,7 @@ def small_world(seed):
 
 
 def make_demonstrations(seed, stage):
-    """Ten encoded demonstrations from one fresh world: lists of (ids, loss weights, branches,
-    branching points).
-    """
+    """Ten demonstrations from one fresh world: their `columns`."""
     rng, world, retriever = small_world(seed)
     groups = rng.choices(list(stage.shares), stage.shares.values(), k=10)
     demos = []
@@ -316,44 +292,8 @@ def make_demonstrations(seed, stage):
         demo = None
         while demo is None:
             demo = demonstrate(rng, world, retriever, group, stage)
-        demos.append(encode(demo))
+        demos.append(demo.columns())
     return demos
-
-
-def encode(demo):
-    """Token ids of a demonstration, the branches moved behind the trajectory: (ids, weights,
-    branches, starts).
-    """
-    main, branched, position = [], [], 0
-    for text, weight, branch in demo.segments:
-        ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-        if branch == 0:
-            main += [(i, weight, 0, 0) for i in ids]
-            position += len(ids)
-        else:
-            branched += [(i, weight, branch, position) for i in ids]
-    return tuple(map(list, zip(*(main + branched))))
-
-
-def collate(demos):
-    """Pad to one batch: input_ids, weights (B, T), position_ids (B, T), attention mask
-    (B, 1, T, T).
-    """
-    length = max(len(demo[0]) for demo in demos)
-    ids, weights, branches, starts = (
-        torch.tensor([demo[k] + [fill] * (length - len(demo[k])) for demo in demos])
-        for k, fill in ((0, 0), (1, 0.0), (2, -1), (3, 0))
-    )
-    index = torch.arange(length)
-    is_branch_start = torch.ones_like(branches, dtype=torch.bool)
-    is_branch_start[:, 1:] = branches[:, 1:] != branches[:, :-1]
-    branch_start = torch.where(is_branch_start, index, 0).cummax(dim=1).values
-    positions = torch.where(branches > 0, starts + index - branch_start, index)
-    own = branches[:, :, None] == branches[:, None, :]
-    trunk = (branches[:, None, :] == 0) & (index[None, None, :] < starts[:, :, None])
-    mask = (own | trunk) & (index[None, :] <= index[:, None])
-    bias = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
-    return ids, weights, positions, bias[:, None]
 
 
 def attention_fp32(module, query, key, value, mask, scaling=None, **kwargs):
@@ -370,10 +310,9 @@ AttentionInterface.register("attention_fp32", attention_fp32)
 
 def loss_of(model, batch):
     """Weighted cross-entropy of the next token."""
-    ids, weights, positions, mask = batch
-    logits = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-    ).logits[:, :-1]
+    ids, weights = batch["input_ids"], batch["weights"]
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     mean = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
     return mean, losses, weights[:, 1:].flatten()

@@ -30,6 +30,29 @@ def check_cache(model, ids, name):
 
 
 @torch.no_grad()
+def check_branches(model, ids, name):
+    """Refuse a model that does not keep two branches of a text apart, packed one behind the other
+    as a cold start has self-answers (DataError). ids: of a text, whose second half is a branch."""
+    half = len(ids) // 2
+    trunk, branch = ids[:half], ids[half:]
+    n, whole = len(branch), torch.tensor([ids], device=model.device)
+    packed = torch.tensor([[*ids, *branch[::-1], *branch]], device=model.device)
+    positions = [*range(half), *(3 * [*range(half, len(ids))])]
+    first = torch.arange(packed.shape[1], device=model.device).sub(half).clamp(min=-1) // n
+    seen = (first == first[:, None]) | (first < 0)  # its own branch, and the trunk
+    hidden = torch.zeros(seen.shape, dtype=model.dtype, device=model.device)
+    hidden.masked_fill_(~seen.tril(), torch.finfo(model.dtype).min)
+    inputs = {"attention_mask": hidden[None, None], "use_cache": False}
+    inputs["position_ids"] = torch.tensor([positions], device=model.device)
+    with on_failure(f"{name}: no cold start"):
+        expected = model(input_ids=whole, use_cache=False).logits[:, len(trunk) :]
+        logits = model(input_ids=packed, **inputs).logits[:, -n:]
+    difference, largest = (expected - logits).abs().max(), expected.abs().max()
+    problem = f"no cold start: self-answers change each other's logits by {difference:.2g}"
+    check(difference <= torch.finfo(logits.dtype).eps ** 0.5 * largest, name, problem)
+
+
+@torch.no_grad()
 def check_logits(model, ids, name):
     """Refuse a model whose log-probabilities the loss, which takes hidden states in train mode to
     the output embedding itself, would get wrong: scaled or capped logits, dropout (DataError)."""

@@ -16,6 +16,8 @@ class DataError(ValueError):
     """Input cannot be used: one line that names the file, the line or the option."""
 
 
+OUT_OF_MEMORY = """out of memory: lower --micro_batch_tokens, --num_questions, --max_context or \
+--eval_batch_size, or take --load_in_4bit true; --dry_run tells what fits"""
 UNUSABLE = (DataError, OSError, OverflowError)  # the last: a port that is none
 
 
@@ -24,12 +26,21 @@ def run_script(name, main):
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter is no reason to stop
     try:
         main()
-    except UNUSABLE as error:
-        print(f"{name}: {error_line(error)}", file=sys.stderr)
+    except (*UNUSABLE, RuntimeError) as error:
+        print(f"{name}: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"\n{name}: stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def one_line(error):
+    """What is said of an error that is no mistake of the code; others are raised again."""
+    if isinstance(error, UNUSABLE):
+        return error_line(error)
+    if re.search("out of memory|can't allocate memory", str(error)):  # of a GPU, of a CPU
+        return OUT_OF_MEMORY
+    raise error
 
 
 def error_line(error):

@@ -1,14 +1,27 @@
 """Sampling on one key-value cache that lives across the turns of a batch of trajectories."""
 
 import re
+from functools import wraps
 from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from plumbing.adapters import half_precision
 from plumbing.files import check
 from plumbing.models import encode
+
+
+def inference(play):
+    """Decorator of a rollout by a policy: no gradients, and products in the weights' 16 bits."""
+
+    @wraps(play)
+    def played(policy, *arguments, **more):
+        with torch.inference_mode(), half_precision(policy.model):
+            return play(policy, *arguments, **more)
+
+    return played
 
 
 class Piece(NamedTuple):
@@ -61,11 +74,14 @@ class CachedBatch:
         self.pending = [[] for _ in range(num_rows)]
 
     @classmethod
-    def start(cls, policy, prompts, repeats):
-        """Forward each prompt once, then repeat it: the batch, and logits (B * repeats, V)."""
+    def start(cls, policy, prompts, repeats, columns=0):
+        """Forward each prompt once, then repeat it: the batch, and logits (B * repeats, V).
+        columns: how many tokens of a row to make room for in the cache, once and for all."""
         batch = cls(policy, len(prompts))
         logits = batch.append(prompts).repeat_interleave(repeats, 0)
         batch.cache.batch_repeat_interleave(repeats)
+        for layer in batch.cache.layers:
+            layer.columns = columns
         batch.mask = batch.mask.repeat_interleave(repeats, 0)
         batch.lengths = batch.lengths.repeat_interleave(repeats, 0)
         batch.pending = [[] for _ in logits]
@@ -144,17 +160,14 @@ class CachedBatch:
     def keep(self, rows):
         """Drop all rows but these (indices), and squeeze out padding between a row's tokens."""
         index = torch.tensor(rows, device=self.device)
-        self.cache.batch_select_indices(index)
         self.mask, self.lengths = self.mask[index], self.lengths[index]
         self.pending = [self.pending[row] for row in rows]
         longest = int(self.mask.sum(1).max())
         columns = self.mask.argsort(dim=1, stable=True)[:, -longest:]  # padding first, then tokens
         self.mask = self.mask.gather(1, columns)
         for layer in self.cache.layers:
-            for name in ("keys", "values"):  # (B, H, L, D); D need not be the same for both
-                cached = getattr(layer, name)
-                at = columns[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3])
-                setattr(layer, name, cached.gather(2, at))
+            layer.keys = moved(layer.keys, index, columns)
+            layer.values = moved(layer.values, index, columns)
 
 
 def force_search(batch, logits, limit, sampler):
@@ -184,24 +197,32 @@ def write_until(batch, logits, limit, end, addition, sampler):
 class GrowingLayer(DynamicLayer):
     """A cache layer with room to grow: the library's own copies the cache for each new token."""
 
+    columns = 0  # to make room for at once
+
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        self.keys = extended(self.keys, key_states)
-        self.values = extended(self.values, value_states)
+        self.keys = extended(self.keys, key_states, self.columns)
+        self.values = extended(self.values, value_states, self.columns)
         return self.keys, self.values
 
 
-def extended(cached, new, room=128):
+def extended(cached, new, columns, room=128):
     """`cached` (B, H, L, D) and `new` (B, H, n, D) behind it, in place where there is room.
     `cached` is always the beginning of a larger buffer; freed columns are simply written over."""
     length, total = cached.shape[2], cached.shape[2] + new.shape[2]
     capacity = cached.stride(1) // cached.stride(2)  # columns of that buffer
     if length == 0 or total > capacity:
-        buffer = new.new_empty(*new.shape[:2], total + room, new.shape[3])
+        buffer = new.new_empty(*new.shape[:2], max(columns, total + room), new.shape[3])
         buffer[:, :, :length] = cached
         cached = buffer[:, :, :length]
     whole = cached.as_strided((*cached.shape[:2], total, cached.shape[3]), cached.stride())
     whole[:, :, length:] = new
     return whole
+
+
+def moved(cached, rows, columns):
+    """Rows (b,) of `cached` (B, H, L, D), their columns (b, l) alone, at its buffer's beginning."""
+    chosen = cached[rows[:, None], :, columns].transpose(1, 2)  # (b, H, l, D)
+    return cached.as_strided(chosen.shape, cached.stride()).copy_(chosen)

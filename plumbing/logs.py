@@ -6,7 +6,9 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 
+import torch
 from tqdm import tqdm
 
 from plumbing import files, show
@@ -29,6 +31,8 @@ class Clock:
     def __call__(self, phase):
         start = time.perf_counter()
         yield
+        if torch.cuda.is_available():  # a GPU works on after a call has returned
+            torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def row(self):
@@ -141,6 +145,12 @@ def batch_metrics(batches, trajectories, trained_tokens):
     row = {"padding": 1 - sum(map(len, trajectories)) / computed}
     row["sampling_logp_difference/mean"] = total / trained_tokens
     return row | {"sampling_logp_difference/max": largest}
+
+
+def check_tracker(name):
+    """Refuse a --report_to whose package is not there (DataError)."""
+    is_there = name == "none" or find_spec(name)
+    files.check(is_there, f"--report_to {name}", f"the package {name} is not installed")
 
 
 def open_tracker(run, settings, first_step=0):

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import warnings
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from plumbing.checks import adapted_weights, check_adapter, check_cache, check_logits
+from plumbing.checks import check_adapter, check_branches, check_cache, check_logits
 from plumbing.files import check, locate, on_failure
 from reward import TAGS
 
@@ -65,21 +64,24 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
-def load_config(path):
+def load_config(path, max_context=0):
     """The configuration of a causal LM, less its dropout: training must see, in train mode too, the
-    policy that sampled. Raises DataError where there is none."""
+    policy that sampled; and less a window that no trajectory leaves. Raises DataError."""
     with on_failure(f"{path}: no model"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     for part in (config, config.get_text_config()):
         for name, value in vars(part).items():
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
+        is_alike = not getattr(part, "layer_types", None)  # in all layers
+        if is_alike and (getattr(part, "sliding_window", None) or 0) >= max(max_context, 1):
+            part.sliding_window = None
     return config
 
 
 def check_model(path, tokenizer, max_context, adapter=None):
     """Refuse a model or adapter that cannot be used before any weights are loaded (DataError)."""
-    config = load_config(path).get_text_config()
+    config = load_config(path, max_context).get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or max_context
     where, problem = f"--max_context {max_context}", f"{path} has {positions} positions"
     check(max_context <= positions, where, problem)
@@ -145,9 +147,10 @@ def load_adapter(model, folder, is_trainable=False):
     return model
 
 
-def load_policy(path, adapter=None, in_4bit=False):
+def load_policy(path, adapter=None, in_4bit=False, max_context=0):
     """The Policy for evaluation, with its LoRA adapter if given. Raises DataError."""
-    tokenizer, model = load_tokenizer(path), load_base_model(path, in_4bit)
+    tokenizer, config = load_tokenizer(path), load_config(path, max_context)
+    model = load_base_model(path, in_4bit, config=config)
     check_cache(model, encode(tokenizer, " ".join(TAGS)), path)
     if adapter:
         model = load_adapter(model, adapter)
@@ -163,10 +166,13 @@ def load_trainable(settings, adapter=None):
 
     path = locate(settings.model)
     tokenizer = load_tokenizer(path)
-    model = load_base_model(path, settings.load_in_4bit, config=load_config(path))
+    config = load_config(path, settings.max_context)
+    model = load_base_model(path, settings.load_in_4bit, config=config)
     text = encode(tokenizer, " ".join(TAGS))
     check_cache(model, text, settings.model)
     check_logits(model, text, settings.model)
+    if settings.cold_start:
+        check_branches(model, text, settings.model)
     if settings.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     if adapter:
@@ -177,24 +183,3 @@ def load_trainable(settings, adapter=None):
         model = get_peft_model(model, lora)
         check_adapter(model, f"--lora_targets {where}")
     return Policy(model, tokenizer)
-
-
-@contextmanager
-def inference_weights(model):
-    """Eval mode, the adapter merged into float32 weights: rollouts are a third faster.
-    Afterwards the weights are put back bit by bit: subtracting would leave rounding errors."""
-    was_training, weights = model.training, []
-    model.eval()
-    if model.dtype == torch.float32 and not getattr(model, "is_loaded_in_4bit", False):
-        weights = adapted_weights(model)
-        kept = [weight.detach().clone() for weight in weights]
-        model.merge_adapter()  # fewer bits would round the adapter away
-    try:
-        yield
-    finally:
-        if weights:
-            model.unmerge_adapter()
-            with torch.no_grad():
-                for weight, original in zip(weights, kept):
-                    weight.copy_(original)
-        model.train(was_training)

@@ -19,7 +19,15 @@ from plumbing import files, models
 from plumbing.files import ROOT, DataError, check, new_folder, on_failure
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "rank-bm25", "numpy")
-FILES = {"model", "corpus", "questions", "eval_corpus", "eval_questions", "system_prompt"}
+FILES = {
+    "model",
+    "corpus",
+    "questions",
+    "eval_corpus",
+    "eval_questions",
+    "system_prompt",
+    "adapter",
+}
 HELD_OUT = "eval_trajectories.jsonl"  # of a run: greedy, after training
 
 
@@ -83,7 +91,7 @@ def save_checkpoint(model, optimizer, step, place):
     the seed and the step, held-out scores stand in metrics.jsonl."""
     with on_failure(f"{place}: not written (is the disk full?)"), new_folder(place) as folder:
         # The default, "auto", would ask the hub about the base model.
-        model.save_pretrained(folder, save_embedding_layers=False)
+        model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=["default"])
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
         files.write_json(folder / "state.json", {"step": step})
 
@@ -101,11 +109,11 @@ def save_step(model, optimizer, log, step, stop):
         raise KeyboardInterrupt
 
 
-def find_checkpoint(run):
+def find_checkpoint(run, name="adapter"):
     """The folder of the last complete checkpoint, or None."""
-    for name in ("adapter", "adapter.old"):  # a run killed while it wrote one has the one before
-        if run and (Path(run) / name).exists():
-            return Path(run) / name
+    for last in (name, f"{name}.old"):  # a run killed while it wrote one has the one before
+        if run and (Path(run) / last).exists():
+            return Path(run) / last
 
 
 def load_optimizer(optimizer, checkpoint):
@@ -161,5 +169,5 @@ def resumable(run):
         yield
     except KeyboardInterrupt:
         raise SystemExit(f"\nstopped; {how}") from None
-    except files.UNUSABLE as error:
-        raise DataError(f"{files.error_line(error)}; {how}") from None
+    except (*files.UNUSABLE, RuntimeError) as error:
+        raise DataError(f"{files.one_line(error)}; {how}") from None

@@ -38,7 +38,7 @@ from test_rollout import slow_rollout
 
 import reward
 import rollout as ro
-from plumbing import data, files, logs, models
+from plumbing import adapters, data, files, logs, models
 from plumbing.models import encode
 from plumbing.prompts import encode_prompt
 from retriever import BM25, tokenise
@@ -213,7 +213,7 @@ def grpo_step(trainable, questions, retriever, settings, sampling):
     Returns (trajectories, seconds by phase, share of padding in the update)."""
     policy, optimizer = trainable
     clock = logs.Clock()
-    with models.inference_weights(policy.model):
+    with adapters.inference_weights(policy.model):
         trajectories = rollout(policy, questions, retriever, settings, sampling, clock)
     with clock("score"):
         scores = [trajectory.score() for trajectory in trajectories]

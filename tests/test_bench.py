@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from plumbing import models
+from plumbing import adapters
 from rollout import RolloutSettings, Sampling, rollout
 from train import TrainSettings, update
 
@@ -31,7 +31,7 @@ def test_the_table_can_be_made(capsys):
 def test_the_operations_of_an_update_are_those_that_pytorch_counts(world):
     policy, optimizer = bench.load_trainable()
     settings, sampling = RolloutSettings(), Sampling(self_answers=False)
-    with models.inference_weights(policy.model):
+    with adapters.inference_weights(policy.model):
         played = rollout(policy, world.questions[:2], world.retriever, settings, sampling)
     settings = TrainSettings(micro_batch_tokens=1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -185,7 +185,7 @@ def no_weights(monkeypatch):
     """Loads no policy; returns what was asked for."""
     seen = {}
 
-    def load_policy(model, adapter=None, in_4bit=False):
+    def load_policy(model, adapter=None, in_4bit=False, max_context=0):
         seen.update(model=model, adapter=adapter)
         return models.Policy(None, None)
 

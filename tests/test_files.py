@@ -29,6 +29,21 @@ def test_a_script_ends_in_one_line_and_exit_code_2(capsys, kind):
     assert caught.value.code == 2 and capsys.readouterr().err == "x.py: f.jsonl: ?[31mdamaged\n"
 
 
+@pytest.mark.parametrize(
+    "message",
+    ["CUDA out of memory. Tried to", "DefaultCPUAllocator: can't allocate memory"],
+)
+def test_too_little_memory_is_one_line_that_says_what_to_lower(capsys, message):
+    def main():
+        raise RuntimeError(message)
+
+    with pytest.raises(SystemExit):
+        files.run_script("x.py", main)
+    said = capsys.readouterr().err
+    assert said.startswith("x.py: out of memory: lower --micro_batch_tokens")
+    assert said.count("\n") == 1
+
+
 def test_a_script_that_is_stopped_says_so(capsys):
     def main():
         raise KeyboardInterrupt

@@ -81,6 +81,51 @@ def test_a_token_costs_one_wait_for_the_device(tiny, world, monkeypatch):
     assert per_token == [{"tolist": 12 + 1, "__bool__": 11 + 1}] * 2
 
 
+def test_the_cache_is_allocated_once_for_a_rollout(tiny, world, monkeypatch):
+    """Blocks that grow turn by turn would never fit what was freed before: on a GPU the memory
+    reserved would be a multiple of the memory in use. Rows that end give up no memory and cost
+    none, since those that go on move up in the same buffers."""
+    buffers, move, extend = {}, generation.moved, generation.extended
+
+    def noting(step):
+        def noted(cached, *arguments):
+            result = step(cached, *arguments)
+            buffers.setdefault(step.__name__, set()).add(result.untyped_storage().data_ptr())
+            return result
+
+        return noted
+
+    starts = []
+    monkeypatch.setattr(generation, "extended", noting(extend))
+    monkeypatch.setattr(generation, "moved", noting(move))
+    repeat = generation.DynamicCache.batch_repeat_interleave
+
+    def started(cache, repeats):
+        repeat(cache, repeats)
+        buffers.clear()
+        starts.append(repeats)
+
+    monkeypatch.setattr(generation.DynamicCache, "batch_repeat_interleave", started)
+    done = rollout(tiny, world.questions[:6], world.retriever, RolloutSettings(), Sampling(4))
+    assert starts == [4] and len({t.search_depth for t in done}) > 2  # some end before others
+    per_layer = 2  # keys and values
+    assert len(buffers["extended"]) == per_layer * tiny.model.config.num_hidden_layers
+    assert buffers["moved"] <= buffers["extended"]
+
+
+def test_moving_rows_up_keeps_what_they_hold(tiny):
+    torch.manual_seed(0)
+    new, more = torch.randn(5, 2, 7, 3), torch.randn(3, 2, 1, 3)
+    cached = generation.extended(new[:, :, :0], new, 20)
+    rows, columns = torch.tensor([0, 2, 4]), torch.tensor([[1, 2, 6], [0, 3, 4], [4, 5, 6]])
+    kept = generation.moved(cached, rows, columns)
+    for i, (row, at) in enumerate(zip(rows, columns)):
+        assert torch.equal(kept[i], new[row][:, at])
+    again = generation.extended(kept, more, 20)
+    assert torch.equal(again[:, :, :3], kept) and torch.equal(again[:, :, 3:], more)
+    assert again.untyped_storage().data_ptr() == cached.untyped_storage().data_ptr()
+
+
 def fused_to_the_tag(tokenizer):
     """A token that closes a tag and goes on behind it."""
     texts = (">\n\n", ">\n", ">\n\n<")

@@ -13,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import eval as evaluation
 import rollout as ro
 import train as tr
-from plumbing import models, options, runs
+from plumbing import adapters, checks, models, options, runs
 from plumbing.files import DataError
+from plumbing.models import encode
 from plumbing.prompts import encode_prompt
+from reward import TAGS
 from train import TrainSettings
 
 
@@ -67,7 +69,7 @@ def test_rollouts_use_the_adapter_and_leave_the_weights_as_they_were(played):
         with model.disable_adapter():
             assert not torch.allclose(adapted, model(ids).logits, atol=0.1)
         model.train()
-        with models.inference_weights(model):
+        with adapters.inference_weights(model):
             assert not model.training
             torch.testing.assert_close(model(ids).logits, adapted, atol=1e-3, rtol=1e-3)
     assert model.training
@@ -125,7 +127,7 @@ def updated(settings, steps=1, rate=0.05):
     optimizer, advantages, losses = adamw(policy.model), torch.linspace(-1, 1, 4), []
     policy.model.train()
     for step in range(steps):
-        with models.inference_weights(policy.model):
+        with adapters.inference_weights(policy.model):
             sampling = ro.Sampling(4, settings.temperature, step)
             played = ro.rollout(policy, [QUESTION], CountingRetriever(), settings, sampling)
         losses.append(tr.update(policy.model, optimizer, played, advantages, rate, settings))
@@ -149,7 +151,7 @@ def test_logits_that_the_loss_would_get_wrong_are_refused(tmp_path, kind, more):
 
 
 def test_dropout_that_no_setting_names_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "load_config", AutoConfig.from_pretrained)
+    monkeypatch.setattr(models, "load_config", lambda path, _: AutoConfig.from_pretrained(path))
     folder = other_model(tmp_path / "m", "gpt2", n_embd=32, n_layer=2, n_head=2)
     with pytest.raises(DataError, match="its logits would be trained"):
         models.load_trainable(small_settings(folder))
@@ -258,6 +260,57 @@ def test_a_foreign_adapter_of_tied_embeddings_is_refused(tmp_path):
         models.load_policy(TINY_MODEL, tmp_path)
 
 
+FAMILIES = [
+    ("qwen3", {"head_dim": 16}),
+    ("llama", {}),
+    ("mistral", {"sliding_window": 200}),
+    ("phi3", {"sliding_window": 4096, "pad_token_id": 0}),
+    ("gemma", {"head_dim": 16}),
+    ("gpt_neox", {"pad_token_id": 0}),
+    ("olmo2", {}),
+]
+
+
+@pytest.mark.parametrize("kind, more", FAMILIES)
+def test_families_of_models_train_as_they_sample(tmp_path, kind, more):
+    """With a window too, as long as no trajectory leaves it; and after a cold start."""
+    folder = other_model(tmp_path / "m", kind, **SHAPE | more)
+    settings = small_settings(folder, cold_start=1)
+    models.check_model(folder, models.load_tokenizer(folder), settings.max_context)
+    losses, _ = updated(settings, steps=3)
+    assert losses[-1]["grad_norm"] > 0
+    assert max(row["sampling_logp_difference/max"] for row in losses) < 1e-4
+
+
+def test_windows_that_a_trajectory_leaves_are_refused(tmp_path):
+    folder = other_model(tmp_path / "m", "mistral", **SHAPE, sliding_window=199)
+    with pytest.raises(DataError, match="only models with full attention"):
+        models.check_model(folder, models.load_tokenizer(folder), SMALL["max_context"])
+
+
+def test_models_that_mix_up_self_answers_get_no_cold_start(tmp_path):
+    """BLOOM's positions come from a mask of two dimensions."""
+    folder = other_model(tmp_path / "m", "bloom", hidden_size=32, n_layer=2, n_head=2)
+    assert updated(small_settings(folder))[0][0]["grad_norm"] > 0
+    with pytest.raises(DataError, match="m: no cold start"):
+        models.load_trainable(small_settings(folder, cold_start=1))
+
+
+def test_branches_that_see_each_other_are_noticed(tiny):
+    class Blind(torch.nn.Module):
+        """A model that forgets the mask it is given."""
+
+        device, dtype = tiny.model.device, tiny.model.dtype
+
+        def forward(self, input_ids, attention_mask=None, **inputs):
+            return tiny.model(input_ids=input_ids, **inputs)
+
+    ids = encode(tiny.tokenizer, " ".join(TAGS))
+    checks.check_branches(tiny.model, ids, "m")
+    with pytest.raises(DataError, match="m: no cold start: self-answers change each other's"):
+        checks.check_branches(Blind(), ids, "m")
+
+
 def test_what_cannot_be_trained_is_refused_before_the_weights_load(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "load_base_model", pytest.fail)
     monkeypatch.chdir(tmp_path)
@@ -293,6 +346,47 @@ def test_sampling_and_training_agree_and_a_broken_merge_shows():
 
 
 @pytest.mark.parametrize("load_in_4bit", [False, True])
+def test_products_of_a_16_bit_model_are_of_16_bits(monkeypatch, played, world, load_in_4bit):
+    """The adapter's too, whose weights stay float32: in rollouts and in the update."""
+    if load_in_4bit:
+        pytest.importorskip("bitsandbytes", reason="4-bit needs bitsandbytes")
+    monkeypatch.setattr(models, "device_and_dtype", lambda: ("cpu", torch.bfloat16))
+    policy = models.load_trainable(TrainSettings(load_in_4bit=load_in_4bit))
+    kinds = set()
+    for name, module in policy.model.named_modules():
+        if "lora_" in name and isinstance(module, torch.nn.Linear):
+            assert module.weight.dtype == torch.float32
+            module.register_forward_hook(lambda module, inputs, out: kinds.add(out.dtype))
+    with adapters.inference_weights(policy.model):
+        ro.rollout(policy, world.questions[:1], world.retriever, TrainSettings())
+    assert kinds == {torch.bfloat16}
+    kinds.clear()
+    tr.update(policy.model, adamw(policy.model), played, torch.ones(12), 0.0, TrainSettings())
+    assert kinds == {torch.bfloat16}
+
+
+def test_a_tokens_small_share_does_not_vanish_in_float16(monkeypatch, played):
+    """Divided by the tokens of a step before the backward pass, 2**16 here, gradients would be too
+    small for float16; divided after it, they are those of float32."""
+    clip, gradients = torch.nn.utils.clip_grad_norm_, {}
+    for kind in (torch.float32, torch.float16):
+        torch.manual_seed(0)
+        model = models.load_trainable(TrainSettings()).model
+        for weight in model.parameters():
+            weight.data = weight.data if weight.requires_grad else weight.data.to(kind)
+
+        def note(parameters, *arguments, kind=kind, model=model):
+            gradients[kind] = torch.cat([p.grad.flatten().double() for p in trainable(model)])
+            return clip(parameters, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.utils, "clip_grad_norm_", note)
+            patch.setattr(ro.Trajectory, "tokens", 2**16 // len(played))
+            tr.update(model, adamw(model), played, torch.ones(12), 0.0, TrainSettings())
+    assert torch.cosine_similarity(*gradients.values(), dim=0) > 0.999
+
+
+@pytest.mark.parametrize("load_in_4bit", [False, True])
 def test_sampling_and_training_nearly_agree_in_bfloat16(monkeypatch, world, load_in_4bit):
     """The README's numbers for it, on a CPU: mean 0.0005, maximum 0.06."""
     if load_in_4bit:
@@ -301,7 +395,7 @@ def test_sampling_and_training_nearly_agree_in_bfloat16(monkeypatch, world, load
     settings = TrainSettings(load_in_4bit=load_in_4bit)
     policy = models.load_trainable(settings)
     sampling = ro.Sampling(4, self_answers=False)
-    with models.inference_weights(policy.model):
+    with adapters.inference_weights(policy.model):
         played = ro.rollout(policy, world.questions[:4], world.retriever, settings, sampling)
     advantages = torch.ones(len(played))
     row = tr.update(policy.model, adamw(policy.model), played, advantages, 0.0, settings)

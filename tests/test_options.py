@@ -48,6 +48,7 @@ def test_bad_settings_stop_before_anything_is_written(monkeypatch, tmp_path, arg
 @pytest.mark.parametrize("kind", [TrainSettings, EvalSettings])
 def test_every_number_has_a_range(kind):
     numbers = (int, float, int | None, float | None, list[int], list[int] | None)
+    numbers += (list[float],)
     for option in fields(kind):
         has_range = "low" in option.metadata or "above" in option.metadata
         assert has_range == (option.type in numbers), option.name

@@ -346,3 +346,19 @@ def test_a_run_finds_its_files_from_any_folder(tmp_path, monkeypatch, capsys):
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("../../w/runs/a: ") and first.endswith("; finished, 4 of 4 steps")
     assert len(log_of(folder / "runs" / "a")) == STEPS
+
+
+def test_out_of_memory_is_one_line_and_the_last_checkpoint_stays(run_train, tmp_path, monkeypatch):
+    update, steps = train.update, []
+
+    def too_large(*arguments):
+        steps.append(1)
+        if len(steps) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return update(*arguments)
+
+    monkeypatch.setattr(train, "update", too_large)
+    options = ["--steps", "4", "--save_every", "1", "--name", "a", "--eval_questions", ""]
+    with pytest.raises(DataError, match=f"^out of memory: lower --micro_.*; {HOW_TO_GO_ON}$"):
+        run_train(tmp_path, *options)
+    assert files.read_json(tmp_path / "runs" / "a" / "adapter" / "state.json") == {"step": 2}

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 import reward
 from plumbing.files import DataError
+from plumbing.models import encode
 
 sys.path.insert(0, str(ROOT / "data"))
 import make_tiny_model as tm  # noqa: E402
@@ -41,10 +42,13 @@ def test_demonstrations_are_valid_and_worth_what_they_should(group, stage):
         demo = tm.demonstrate(rng, world, retriever, group, stage)
         if demo is None:
             continue
-        turns = [text for text, weight, branch in demo.segments if weight == 1.0 and branch == 0]
+        turns = [turn.text for turn in demo.trajectory.turns if turn.action]
         assert all(reward.valid_steps(turns))
-        assert len(turns) == demo.searches + 1 <= stage.max_searches + 1
-        searches.append(demo.searches)
+        assert len(turns) == demo.trajectory.search_depth + 1 <= stage.max_searches + 1
+        written = zip(demo.trajectory.completion_ids, demo.weights)
+        trained = [token for token, weight in written if weight == 1.0]
+        assert trained == [i for text in turns for i in encode(tm.TOKENIZER, text)]
+        searches.append(demo.trajectory.search_depth)
     assert len(set(searches)) > 1, "some search more than others"
     if not stage.knows_famous:
         assert min(searches) == 1
@@ -56,8 +60,8 @@ def test_a_branch_sees_the_trajectory_so_far_and_itself(tiny, demonstrations):
     """Packed behind the trajectory, a self-answer gets the logits that it gets right after it."""
     ids, weights, branches, starts = max(demonstrations, key=lambda demo: max(demo[2]))
     assert max(branches) >= 2
-    batch, _, positions, bias = tm.collate([(ids, weights, branches, starts)])
-    inputs = {"input_ids": batch, "position_ids": positions, "attention_mask": bias}
+    batch = tm.collate([(ids, weights, branches, starts)])
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask")}
     with torch.no_grad():
         packed = tiny.model(**inputs).logits[0]
         for branch in range(1, max(branches) + 1):

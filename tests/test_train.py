@@ -12,7 +12,7 @@ from conftest import adamw, log_of, trainable
 
 import reward
 import train as tr
-from plumbing import files, generation, logs, models
+from plumbing import adapters, data, files, generation, logs, models
 from plumbing.files import DataError
 from rollout import RolloutSettings, Sampling, Trajectory, Turn, rollout, score_groups
 from train import TrainSettings, group_advantages, grpo_loss, make_micro_batches, per_token_logps
@@ -156,7 +156,7 @@ def test_little_of_the_update_is_padding(lora, world, played):
         return 1 - sum(map(len, trajectories)) / computed
 
     model, sampling = lora.model, Sampling(num_generations=8, self_answers=False)
-    with models.inference_weights(model):
+    with adapters.inference_weights(model):
         questions = world.questions[:12]
         step = rollout(lora, questions, world.retriever, RolloutSettings(), sampling)
     assert 0 < padding(step, TrainSettings.micro_batch_tokens) < 0.15
@@ -424,7 +424,7 @@ def test_stepsearch_needs_supporting_titles(monkeypatch, tmp_path):
 
 
 def test_a_missing_tracker_is_one_line_for_a_new_run_and_a_resumed_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(tr, "find_spec", lambda name: None)
+    monkeypatch.setattr(logs, "find_spec", lambda name: None)
     monkeypatch.setattr(models, "load_base_model", lambda *_: pytest.fail("weights were loaded"))
     config = asdict(TrainSettings(report_to="tensorboard"))
     files.write_json(tmp_path / "config.json", config)
@@ -456,6 +456,10 @@ def test_a_dry_run_makes_one_step_at_its_deepest_and_writes_nothing(tmp_path, mo
     questions = tr.load_tasks(TrainSettings(), None)[0].questions
     longest = sorted((len(question["question"]) for question in questions), reverse=True)
     assert [len(t.question["question"]) for t in played[::2]] == longest[:2]
+    passages = data.load_corpus(files.locate(TrainSettings.corpus))
+    longest = sorted((len(passage["text"]) for passage in passages), reverse=True)[:3]
+    for turn in played[0].turns[:-1]:
+        assert [len(passage["text"]) for passage in turn.passages] == longest
     measured = r" +[\d.]+ s   peak +\d+\.\d\d GiB\n"
     size = f"4 trajectories of at most {max(map(len, played))} tokens\n"
     expected = f" +rollout{measured}{size} +update{measured} +evaluation{measured}"

@@ -1,0 +1,1 @@
+"""Shipped data, and the scripts that make or convert it."""
