@@ -35,7 +35,8 @@ BREAK_EVEN = """A flat price above these numbers, computed from chances that a p
 makes giving up the better choice:
 """
 OFFSETS = {"0.1": (-9, 9), "0.2": (-12, -16), "0.3": (-26, -4)}  # of labels, in points
-GROUPS = {"all": ("", "all")} | {name: ("hops", name) for name in ("0", "1", "2", "3", "hard")}
+GROUPS = {"all": ("", "all")} | {need: ("hops", need) for need in "01234"}
+GROUPS["hard"] = ("hops", "hard")
 RUNS = {"autosearch": "", "outcome": "--reward outcome"}
 for price in PRICES:
     RUNS[f"search-penalty-{price}"] = f"--reward search-penalty --search_cost {price}"
@@ -46,6 +47,9 @@ for G in (4, 16):
     size = f"--num_generations {G} --num_questions {96 // G}"
     RUNS[f"group-shortest-G{G}"] = f"--reward group-shortest {size}"
     RUNS[f"autosearch-G{G}"] = size
+# What is measured in another world too, made by make_tinyworld.py --seed 7: after training, and of
+# the first also before
+ELSEWHERE = ("autosearch", "outcome", "search-penalty-0.1", "search-penalty-0.3")
 # Other cold starts, made from the shipped one: options of make_tiny_model.py, then of the runs
 FLAT = ("autosearch", "outcome", "search-penalty-0.1", "search-penalty-0.3")
 COLD_STARTS = {
@@ -76,6 +80,21 @@ def train_missing(names, seeds, jobs):
     wanted = [(name, seed) for name in names for seed in range(seeds)]
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(partial(train_one, threads=max(1, os.cpu_count() // jobs)), wanted))
+    for name, seed in wanted:
+        if name in ELSEWHERE:
+            measure_elsewhere(f"runs/{name}-seed{seed}", f"--run runs/{name}-seed{seed}")
+    measure_elsewhere("runs", "--model data/tiny_model")
+
+
+def measure_elsewhere(folder, policy):
+    """Write the reports of a policy in another world beside the others, as other_world.json."""
+    world, out = Path("runs/world-7"), Path(folder) / "other_world.json"
+    if not world.exists():
+        script(f"data/make_tinyworld.py --seed 7 --out {world}")
+    for decoding, temperature in (("sampled", 1), ("greedy", 0)):
+        if not out.exists() or decoding not in files.read_json(out):
+            paths = f"--questions {world}/dev.jsonl --corpus {world}/dev_corpus.jsonl --out {out}"
+            script(f"eval.py {policy} {paths} --temperature {temperature} --batch_size 128")
 
 
 def train_one(run, threads):
@@ -113,16 +132,26 @@ class Reports:
         self.forced = files.read_json(forced if forced.exists() else FORCED)["forced"]
         for name in RUNS:
             paths = [Path(folder) / f"{name}-seed{seed}" / "eval.json" for seed in range(seeds)]
-            results = [files.read_json(path) for path in paths if path.exists()]
-            results = [result for result in results if "after" in result]
-            if results:
-                self.runs[name] = results
+            for path in filter(Path.exists, paths):
+                result, elsewhere = files.read_json(path), path.with_name("other_world.json")
+                if elsewhere.exists():
+                    result["elsewhere"] = files.read_json(elsewhere)
+                if "after" in result:
+                    self.runs.setdefault(name, []).append(result)
+        before = Path(folder) / "other_world.json"
+        if before.exists() and self.has("autosearch"):
+            self.runs["autosearch"][0]["before, elsewhere"] = files.read_json(before)
 
     def has(self, name):
         return name in self.runs
 
-    def rows(self):
-        """(label, run, moment) of each line of a table of all runs."""
+    def rows(self, is_elsewhere):
+        """(label, run, moment) of each line of a table of all runs, or of those measured in another
+        world."""
+        if is_elsewhere:
+            first = ("before training", "autosearch", "before, elsewhere")
+            others = [(f"`{name}`", name, "elsewhere") for name in ELSEWHERE]
+            return [row for row in (first, *others) if self.reports(row[1], row[2])]
         rows = [("before training", "autosearch", "before")]
         for name in self.runs:
             for start, (_, _, names) in COLD_STARTS.items():
@@ -131,10 +160,14 @@ class Reports:
             rows.append((f"`{name}`", name, "after"))
         return rows
 
+    def reports(self, name, moment):
+        """{"sampled", "greedy"} of a run for each seed that was measured at this moment."""
+        return [result[moment] for result in self.runs.get(name, []) if moment in result]
+
     def values(self, name, group, metric, decoding, moment):
-        """A number of a run for each seed."""
-        reports = [result[moment][decoding] for result in self.runs[name]]
-        return [tables.groups_of(report)[GROUPS[group]][metric] for report in reports]
+        """A number of a run for each seed; none for a group that its questions do not have."""
+        groups = [tables.groups_of(found[decoding]) for found in self.reports(name, moment)]
+        return [found[GROUPS[group]][metric] for found in groups if GROUPS[group] in found]
 
     def mean(self, name, group="all", metric="em", decoding="sampled", moment="after"):
         return mean(self.values(name, group, metric, decoding, moment))
@@ -144,6 +177,8 @@ class Reports:
         cells = []
         for metric, digits in (("em", 3), ("sd", 2)):
             found = self.values(name, group, metric, decoding, moment)
+            if not found:
+                return ""
             spread = f" ({min(found):.{digits}f}-{max(found):.{digits}f})" if len(found) > 1 else ""
             cells.append(f"{mean(found):.{digits}f}{spread}")
         return " / ".join(cells)
@@ -204,6 +239,43 @@ def price_matters(reports):
     worst = min(reports.mean(name) for name in names)
     facts = best > ours[0] - 0.02, worst < ours[0] - 0.1, min(hard.values()) < ours[1] - 0.1
     return verdict(*facts), text + ", ".join(cells)
+
+
+def price_in_a_deeper_world(reports):
+    """(e) A price above the break-even of questions that can be solved: they are given up."""
+    ems = {n: reports.mean(f"deep-{n}", "4") for n in ("autosearch", *ELSEWHERE[2:])}
+    hard = {n: reports.mean(f"deep-{n}", "hard") for n in ems}
+    text = "needs 4: EM " + ", ".join(f"`{name}` {em:.2f}" for name, em in ems.items())
+    text += "; hard: " + ", ".join(f"{em:.2f}" for em in hard.values())
+    lost = [found["autosearch"] - found["search-penalty-0.3"] for found in (ems, hard)]
+    return verdict(lost[0] > 0.1, lost[1] > 0.1), text
+
+
+def price_and_cold_start(reports):
+    """(e) What a price of 0.3 costs depends on how often the cold start gives up."""
+    lost, words = [], []
+    for start in ("", "rarely-"):
+        for decoding in ("sampled", "greedy"):
+            names = (f"{start}autosearch", f"{start}search-penalty-0.3")
+            ems = [reports.mean(name, "hard", decoding=decoding) for name in names]
+            lost.append(ems[0] - ems[1])
+            words.append(f"{start or 'shipped, '}{decoding} {ems[1]:.2f} against {ems[0]:.2f}")
+    facts = lost[2] < lost[0] / 2, lost[3] < lost[1] / 2
+    return verdict(*facts), "hard EM with 0.3 against `autosearch`: " + "; ".join(words)
+
+
+def another_world(reports):
+    """Nothing rests on the shipped world."""
+    facts, words = [], []
+    for need in ("1", "2", "3"):
+        depth = reports.mean("autosearch", need, "sd", moment="elsewhere")
+        facts.append(abs(depth - int(need)) < 0.15)
+        words.append(f"needs {need}: {depth:.2f}")
+    osr = reports.mean("outcome", metric="osr", moment="elsewhere")
+    hard = [reports.mean(name, "hard", moment="elsewhere") for name in ELSEWHERE[::3]]
+    facts += [osr > 0.7, hard[1] < hard[0] - 0.1]
+    text = f"`autosearch`, {'; '.join(words)} searches; `outcome`, OSR {osr:.2f}; hard EM "
+    return verdict(*facts), text + f"{hard[0]:.2f}, with a price of 0.3 {hard[1]:.2f}"
 
 
 def ablation(name, what):
@@ -293,6 +365,17 @@ CLAIMS = [  # what is claimed, the runs that it needs, who judges
         price_matters,
     ),
     (
+        "(e) In a deeper world a price of 0.3, above the break-even of questions that need 4 "
+        "searches, gives up on them",
+        ["deep-autosearch", "deep-search-penalty-0.1", "deep-search-penalty-0.3"],
+        price_in_a_deeper_world,
+    ),
+    (
+        "(e) From a cold start that gives up less, a price of 0.3 costs less than half as much",
+        ["rarely-autosearch", "rarely-search-penalty-0.3", "search-penalty-0.3"],
+        price_and_cold_start,
+    ),
+    (
         "(f) Without the efficiency reward depth drifts up",
         ["autosearch", "no-efficiency"],
         ablation("no-efficiency", "depth"),
@@ -327,10 +410,22 @@ CLAIMS = [  # what is claimed, the runs that it needs, who judges
         ["autosearch", "group-shortest"],
         group_tells,
     ),
+    (
+        "(c), (d), (e) in another world than the one trained and measured in",
+        list(ELSEWHERE),
+        another_world,
+    ),
 ]
 
 
 # Writing
+
+TABLES = [  # decoding, heading, in another world?
+    ("sampled", "temperature 1", False),
+    ("greedy", "greedy", False),
+    ("sampled", "temperature 1, in another world", True),
+    ("greedy", "greedy, in another world", True),
+]
 
 
 def break_even(sure, draws, papers):
@@ -344,7 +439,7 @@ def break_even(sure, draws, papers):
 def break_even_rows():
     """Break-even prices before the first search, then after each that did not bring the answer."""
     rows = []
-    for need in (1, 2, 3):
+    for need in (1, 2, 3, 4):
         rows.append((f"needs {need}", [break_even(left, 0, 7) for left in range(need, 0, -1)]))
     rows.append(("hard, one fact", [break_even(0, 4 - i, 7 - i) for i in range(4)]))
     two = [break_even(1, 3, 7)] + [break_even(0, 3 - i, 7 - i) for i in range(3)]
@@ -356,20 +451,22 @@ def markdown(reports):
     lines = [HEAD.format(seeds=reports.seeds), "| claim | verdict | numbers |", "|---|---|---|"]
     for text, needed, judge in CLAIMS:
         missing = [name for name in needed if not reports.has(name)]
+        if judge is another_world:
+            missing = [name for name in needed if not reports.reports(name, "elsewhere")]
         said, numbers = ("not measured", ", ".join(missing)) if missing else judge(reports)
         lines.append(f"| {text} | **{said}** | {numbers} |")
     lines += ["", BREAK_EVEN, "| break-even price | before the first search, then after each |"]
     lines.append("|---|---|")
     for text, prices in break_even_rows():
         lines.append(f"| {text} | {', '.join(f'{price:.2f}' for price in prices)} |")
-    for decoding, title in (("sampled", "temperature 1"), ("greedy", "greedy")):
+    for decoding, title, is_elsewhere in TABLES:
         lines += ["", f"| EM / searches, {title} | seeds | {' | '.join(GROUPS)} | OSR |"]
         lines.append("|---" * (len(GROUPS) + 3) + "|")
-        for label, name, moment in reports.rows():
+        for label, name, moment in reports.rows(is_elsewhere):
             how = {"decoding": decoding, "moment": moment}
             cells = [reports.text(name, group, **how) for group in GROUPS]
             osr = reports.mean(name, metric="osr", **how)
-            seeds = len(reports.runs[name])
+            seeds = len(reports.reports(name, moment))
             lines.append(f"| {label} | {seeds} | {' | '.join(cells)} | {osr:.3f} |")
     return "\n".join(lines) + "\n"
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,25 @@ def test_what_is_not_measured_is_named_and_moves_no_verdict(tmp_path):
     assert "| **holds** |" in line, "outcome's reports, which search more"
 
 
+def test_what_was_measured_in_another_world_stands_in_tables_of_its_own(tmp_path):
+    """Stand-ins: the reports of the shipped world."""
+    for name in claims.ELSEWHERE:
+        copy_run(tmp_path, f"{name}-seed1", f"{name}-seed1")
+        shutil.copy(RESULTS / f"{name}-seed1" / "eval.json", tmp_path / "all.json")
+        after = json.loads((tmp_path / "all.json").read_text())["after"]
+        (tmp_path / f"{name}-seed1" / "other_world.json").write_text(json.dumps(after))
+    reports = claims.Reports(tmp_path, 3)
+    assert reports.mean("outcome", "2") == reports.mean("outcome", "2", moment="elsewhere")
+    page = claims.markdown(reports)
+    _, table = page.split("| EM / searches, temperature 1, in another world |")
+    assert table.count("| 1 | ") >= 4 and "needs 4" not in table
+    line = next(row for row in page.splitlines() if "in another world than" in row)
+    assert "| **holds** |" in line
+    (tmp_path / "outcome-seed1" / "other_world.json").unlink()
+    page = claims.markdown(claims.Reports(tmp_path, 3))
+    assert "in another world than the one trained and measured in | **not measured** |" in page
+
+
 def test_break_even_prices_by_hand():
     """Three searches win 1 and 3 x 0.025; a paper is the right one of seven with 4 tries, 4 / 7."""
     rows = dict(claims.break_even_rows())
@@ -65,7 +85,7 @@ def test_runs_that_are_there_are_kept_and_stopped_ones_go_on(tmp_path, monkeypat
     commands = []
 
     def pretend(words, **_):
-        commands.append(" ".join(words[2:]))
+        commands.append(" ".join([Path(words[1]).name, *words[2:]]))
         failed = "no-base" in commands[-1]
         return SimpleNamespace(returncode=int(failed))
 
@@ -76,10 +96,16 @@ def test_runs_that_are_there_are_kept_and_stopped_ones_go_on(tmp_path, monkeypat
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "eval.json").write_text(json.dumps(report))
     claims.train_missing(["autosearch"], seeds=3, jobs=1)
-    resumed, fresh = commands
-    assert (
-        resumed == "--resume runs/autosearch-seed1" and "--seed 2 --name autosearch-seed2" in fresh
-    )
+    resumed, fresh, *measured = commands
+    assert resumed == "train.py --resume runs/autosearch-seed1"
+    assert "--seed 2 --name autosearch-seed2" in fresh
+    elsewhere = [words for words in measured if words.startswith("eval.py")]
+    for policy in [
+        *(f"--run runs/autosearch-seed{i} " for i in range(3)),
+        "--model data/tiny_model",
+    ]:
+        temperatures = [words.split()[-3] for words in elsewhere if policy in words]
+        assert temperatures == ["1", "0"]
     with pytest.raises(DataError, match="failed; see runs/claims.log"):
         claims.train_missing(["no-base"], seeds=1, jobs=1)
     commands.clear()
