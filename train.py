@@ -3,7 +3,7 @@
 Where this departs from the paper (arXiv 2604.17337):
 1. GRPO, as in the paper's appendix, instead of PPO with a critic: the trajectory's summed reward is
    the outcome reward.
-2. LoRA instead of full fine-tuning; the KL term's reference is the model with the adapter off.
+2. LoRA, not full fine-tuning; the KL term's reference has no adapter, or that of a cold start.
 3. By default a tiny model in a tiny world, so that the effect shows on a CPU in minutes; group
    size, steps and learning rate are chosen for it, and the KL coefficient is 0 (paper: 0.001).
 4. One batch is one update (paper: two mini-batches). The ratio is then exactly 1 and nothing is

@@ -95,11 +95,13 @@ class RunSettings:
     lora_r: int = setting(16, "rank of the LoRA adapter", low=1)
     lora_alpha: int = setting(32, "scale of the LoRA adapter: alpha / r", low=1)
     lora_targets: str = setting("all-linear", "layers with one, or a regular expression of names")
-    adapter: str | None = setting(None, "start from it, such as from runs/NAME/cold_start")
+    adapter: str | None = setting(None, "LoRA adapter to start from, such as runs/NAME/cold_start")
     cold_start: int = setting(0, "demonstrations to fine-tune on before step 0", low=0)
-    cold_start_rate: float = setting(5e-4, "its peak learning rate, falling linearly to 0", low=0)
+    cold_start_rate: float = setting(5e-4, "learning rate of that, falling linearly to 0", low=0)
     needless_searches: list[float] = setting([0.4, 0.35, 0.25], NEEDLESS, low=0)
-    early_stops: float = setting(0.0, "rate at which they give up after a search", low=0, high=1)
+    early_stops: float = setting(
+        0.0, "rate at which they give up where evidence is missing", low=0, high=1
+    )
     load_in_4bit: bool | None = setting(None, "4-bit NF4 base weights; default: with CUDA only")
     gradient_checkpointing: bool = setting(False, "recompute activations, to save memory")
 
