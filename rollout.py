@@ -204,8 +204,9 @@ def rollout(policy, questions, retriever, settings, sampling=None, clock=None):
     trajectories = start_trajectories(tokenizer, questions, settings, sampling)
     live, G = trajectories, sampling.num_generations
     prompt_ids = [trajectory.prompt_ids for trajectory in live[::G]]
+    kind = getattr(policy, "batch", generation.CachedBatch)  # scale.py brings vLLM's
     with clock("rollout"):
-        batch, logits = generation.CachedBatch.start(policy, prompt_ids, G, settings.max_context)
+        batch, logits = kind.start(policy, prompt_ids, G, settings.max_context)
     if sampling.self_answers and sampling.ask_before_search:
         ask_self_answers(batch, live, settings, self_sampler, clock)
 
@@ -285,7 +286,7 @@ def ask_self_answers(batch, live, settings, sampler, clock):
             written = batch.branch([encode(tokenizer, PROBE)] * len(live), *how)
         else:
             separate = [separate_prompt(tokenizer, t, settings.prompt_style) for t in live]
-            asked, logits = generation.CachedBatch.start(batch.policy, separate, 1)
+            asked, logits = type(batch).start(batch.policy, separate, 1)
             written = asked.write(logits, *how)
     for trajectory, piece in zip(live, written):
         answer = batch.decode(piece.ids)

@@ -98,7 +98,8 @@ def device_and_dtype():
     whose gradients may overflow (such updates are skipped and counted); elsewhere float32."""
     if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return "cuda:0", torch.bfloat16 if has_bf16 else torch.float16
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # one of several, under accelerate
+        return device, torch.bfloat16 if has_bf16 else torch.float16
     return "mps" if torch.backends.mps.is_available() else "cpu", torch.float32
 
 

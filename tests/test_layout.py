@@ -5,11 +5,11 @@ import ast
 import pytest
 from conftest import ROOT
 
-BUDGETS = {"reward": 400, "rollout": 380, "train": 350, "eval": 390, "retriever": 230}
+BUDGETS = {"reward": 400, "rollout": 380, "train": 350, "eval": 390, "retriever": 230, "scale": 200}
 SCRIPTS = {name: ROOT / f"{name}.py" for name in BUDGETS}
 PLUMBING = {f"plumbing.{path.stem}": path for path in (ROOT / "plumbing").glob("*.py")}
 MODULES = SCRIPTS | PLUMBING
-WIDTH, PLUMBING_BUDGET, TOTAL_BUDGET = 100, 230, 4150
+WIDTH, PLUMBING_BUDGET, TOTAL_BUDGET = 100, 230, 4430
 FUNCTION, PARAMETERS, LOOP = 60, 7, 45
 LONGER = {("rollout", "rollout"): 70}
 
