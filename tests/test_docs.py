@@ -1,0 +1,42 @@
+"""What the documents name is there: tests, functions, files."""
+
+import importlib
+import re
+
+import pytest
+from conftest import ROOT
+
+TABLES = ["README.md", "docs/paper.md"]
+PAGES = [*TABLES, "docs/walkthrough.md", "plumbing/README.md", "tests/README.md"]
+PAGES += [f"data/{name}/README.md" for name in ("presets", "results", "tinyworld", "tiny_model")]
+SCRIPTS = ("reward", "rollout", "train", "eval", "retriever")
+
+
+def text_of(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_every_test_that_is_named_exists(page):
+    """`::test` stands for the file named before it."""
+    file, found = None, re.findall(r"`(test_\w+\.py)?::(test_\w+)`", text_of(page))
+    assert len(found) > 10
+    for name, test in found:
+        file = name or file
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (file, test)
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_every_function_that_is_named_exists(page):
+    found = re.findall(rf"`({'|'.join(SCRIPTS)})\.(\w+)(?:\.(\w+))?`", text_of(page))
+    assert len(found) > 8
+    for script, name, attribute in found:
+        if name != "py":
+            part = getattr(importlib.import_module(script), name)
+            assert not attribute or hasattr(part, attribute), (script, name, attribute)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", text_of(page)):
+        assert ((ROOT / page).parent / target).exists(), target
