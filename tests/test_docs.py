@@ -1,7 +1,11 @@
 """What the documents name is there: tests, functions, files."""
 
 import importlib
+import json
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -40,3 +44,24 @@ def test_every_function_that_is_named_exists(page):
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", text_of(page)):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize("fork", sorted((ROOT / "docs" / "forks").glob("*.diff")))
+def test_a_fork_is_a_small_diff_that_trains(fork, tmp_path):
+    """Applied to a copy of the project, it makes three steps."""
+    assert len(text_of(fork).splitlines()) < 15
+    for path in [*ROOT.glob("*.py"), ROOT / "plumbing", ROOT / "data"]:
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, tmp_path / path.name)
+    subprocess.run(["git", "apply", str(fork)], cwd=tmp_path, check=True)
+    words = (
+        "--steps 3 --num_questions 2 --num_generations 3 --eval_limit 4 --max_searches 2".split()
+    )
+    words += ["--reward", "brief"] if fork.stem == "reward" else []
+    command = [sys.executable, "train.py", *words, "--name", "fork"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "runs" / "fork" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 3
+    if fork.stem == "reward":
+        assert json.loads(rows[0])["reward/brevity"] < 0
