@@ -1,11 +1,15 @@
-"""The page: tables, figures and trajectories in one file without script or network (page.html)."""
+"""The page: tables, figures and trajectories in one file without network (page.html, group.js)."""
 
 import base64
+import hashlib
 import tempfile
 from pathlib import Path
 
-from plumbing import figures, show, tables
-from plumbing.files import read_json, write_text
+from plumbing import figures, group, show, tables
+from plumbing.files import read_json, read_log, read_text, write_text
+from plumbing.logs import SAMPLES
+
+HERE = Path(__file__).parent
 
 
 def figure(heading, draw, what, *more):
@@ -44,6 +48,8 @@ def run(folder):
         sections.append(report(after, f"Held-out questions after training, {decoding}"))
     if (folder / "metrics.jsonl").exists():
         sections.append(figure("Training curves", figures.plot_curves, [folder]))
+    if (folder / SAMPLES).exists():
+        sections += group.section(read_log(folder / SAMPLES))
     return sections + forced(result.get("forced"), folder.name)
 
 
@@ -69,10 +75,13 @@ def cases(runs):
 def write(path, title, sections):
     """Fill in page.html; everything in it is escaped. Raises OSError."""
     from jinja2 import Environment
+    from markupsafe import Markup
 
     for section in [section for section in sections if "rows" in section][:1]:
         section["note"] = tables.LEGEND
-    source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    source, script = (read_text(HERE / name) for name in ("page.html", "group.js"))
     template = Environment(autoescape=True, trim_blocks=True).from_string(source)
-    write_text(path, template.render(title=title, sections=sections))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    pages = {"title": title, "sections": sections, "script": Markup(script), "digest": digest}
+    write_text(path, template.render(pages))
     print(f"page: {path}")

@@ -9,7 +9,7 @@ BUDGETS = {"reward": 400, "rollout": 380, "train": 350, "eval": 390, "retriever"
 SCRIPTS = {name: ROOT / f"{name}.py" for name in BUDGETS}
 PLUMBING = {f"plumbing.{path.stem}": path for path in (ROOT / "plumbing").glob("*.py")}
 MODULES = SCRIPTS | PLUMBING
-WIDTH, PLUMBING_BUDGET, TOTAL_BUDGET = 100, 230, 4430
+WIDTH, PLUMBING_BUDGET, TOTAL_BUDGET = 100, 230, 4500
 FUNCTION, PARAMETERS, LOOP = 60, 7, 45
 LONGER = {("rollout", "rollout"): 70}
 

@@ -53,8 +53,8 @@ def test_the_page_of_a_run_is_self_contained_and_runs_nothing(tmp_path, capsys):
     for part in parts:
         assert part in reader.text
     assert "Who (q0)?" not in reader.text and "Who (q3)?" in capsys.readouterr().out
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    assert f'http-equiv="Content-Security-Policy" content="{policy}"' in path.read_text()
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-"
+    assert f'http-equiv="Content-Security-Policy" content="{policy}' in path.read_text()
 
 
 def test_everything_in_a_page_is_escaped(tmp_path):
